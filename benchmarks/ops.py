@@ -304,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--op must be one of {', '.join(known)}, got {name!r}")
     absent = {name: why for name in NAMES if (why := contestants.why_not(name)) is not None}
     names = [name for name in NAMES if name not in absent]
-    found = machine.describe(["numpy"] + ["numba"] * (PROGRAM in names))
+    packages = [*machine.PACKAGES, *["torch"] * (PEER in names), *["numba"] * (PROGRAM in names)]
+    found = machine.describe(["numpy"], packages)
     found |= {"threads": machine.share_threads(), "load": machine.load()}
     found |= {"rounds": args.rounds, "absent": list(absent.values())}
     rows: dict[str, dict[str, Any]] = {name: {"name": name, "errors": {}} for name in names}

@@ -8,7 +8,7 @@ The kernels are those that backends register; the times are the newest result of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,38 @@ from xformer import ops
 from xformer.dispatch import Overridable
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- table -->\n", "\n<!-- end -->\n"
 PAGE = ROOT / "docs" / "ops.md"
 CONTESTANTS = (measured.PEER, measured.REFERENCE, measured.KERNEL, measured.PROGRAM)
-HEAD = ["op", "formula, backward", "derivation", "NumPy", "numba", "CUDA", "others"]
-HEAD += ["torch", "reference", "NumPy", "numba"]
+FILES = "op", "formula, backward", "derivation", "NumPy kernel", "numba kernel", "CUDA kernel"
+FILES += ("other kernels",)
+TIMES = "op", "torch", "reference", "NumPy kernels", "numba program"
 
 
 def page() -> str:
-    """The text of docs/ops.md with its table and its caption made anew."""
-    found = newest()
-    rows = [HEAD, ["---"] * 7 + ["---:"] * 4, *(row(name, found) for name in names())]
-    versions = [*found["backends"].values(), f"torch {found['versions']['torch']}"]
+    """The text of docs/ops.md with its tables made anew."""
+    found, text = newest(), PAGE.read_text(encoding="utf-8")
+    versions = {name: version for name, version in found["versions"].items() if name != "xformer"}
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     where = f"{found['machine']['cpu']}, {found['threads']['cpus']} threads"
-    caption = f"Measured on {where}; {'; '.join(versions)}; {found['date'][:10]}."
-    lines = [caption, "", *(f"| {' | '.join(cells)} |" for cells in rows)]
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return "".join((before, BEGIN, "\n".join(lines), END, rest.partition(END)[2]))
+    caption = (
+        f"Milliseconds. {where}, {found['date'][:10]}, commit {found['commit'][:9]}; {listed}."
+    )
+    text = put(text, "files", table(FILES, [files(name) for name in names()]))
+    rows = [[f"`{name}`", *times(name, found)] for name in names()]
+    return put(text, "times", f"{caption}\n\n{table(TIMES, rows, right=True)}")
+
+
+def put(text: str, name: str, content: str) -> str:
+    """The text with `content` between the comments `name` and end."""
+    before, begin, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition("<!-- end -->\n")
+    return f"{before}{begin}{content}\n{end}{after}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: bool = False) -> str:
+    """A table in Markdown. right: all columns but the first are aligned to the right."""
+    rule = ["---", *["---:" if right else "---"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 
 def newest() -> dict[str, Any]:
@@ -48,13 +63,13 @@ def names() -> list[str]:
     return [name for name in dir(ops) if isinstance(getattr(ops, name), Overridable)]
 
 
-def row(name: str, found: dict[str, Any]) -> list[str]:
-    """The cells of an op."""
+def files(name: str) -> list[str]:
+    """The cells of an op in the table of files."""
     source = f"[`ops/{name}.py`](../xformer/ops/{name}.py)"
     kernels = (", ".join(links(name, library)) for library in ("numpy", "numba", "cupy"))
     others = [link for library in ("torch", "jax") for link in links(name, library)]
     derivation = f"[{name}](derivations/{name}.md)"
-    return [f"`{name}`", source, derivation, *kernels, ", ".join(others), *times(name, found)]
+    return [f"`{name}`", source, derivation, *kernels, ", ".join(others)]
 
 
 def links(name: str, library: str) -> Iterator[str]:

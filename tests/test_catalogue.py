@@ -14,6 +14,7 @@ import pytest
 from xformer import GPT, Transformer, backends, layers, models, ops
 from xformer.catalogue import Case, cases
 from xformer.cli import gradcheck, main
+from xformer.ops.layer_norm import LayerNormCache
 
 NUMPY = backends.get("numpy")
 BUILT = [(case, *case.build(NUMPY)) for case in cases()]
@@ -92,6 +93,21 @@ def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.splitlines()[0].split() == ["numpy"]
     assert "linear: x (2, 5), no b" in out and "0 failed" in out
+
+
+def test_check_of_the_reference(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backward is checked though NumPy has a kernel, and is a column by default."""
+    right = LayerNormCache.backward
+    twice = lambda self, dy: tuple(g if g is None else 2 * g for g in right(self, dy))  # noqa: E731
+    monkeypatch.setattr(LayerNormCache, "backward", twice)
+    assert main(["gradcheck", "--backend", "numpy", "--only", "layer_norm"]) == 0
+    assert main(["gradcheck", "--backend", "reference", "--only", "layer_norm"]) == 1
+    monkeypatch.undo()
+    capsys.readouterr()
+    assert main(["gradcheck", "--only", "layer_norm: eps as it is"]) == 0
+    assert capsys.readouterr().out.split()[:2] == ["reference", "numpy"]
 
 
 def test_check_says_what_disagrees(

@@ -227,7 +227,7 @@ def test_layer_norm_of_rows_far_from_zero_is_as_exact_as_they_are_known(library:
     assert (off < 1e-6 + np.finfo("float32").eps * np.abs(x).max(axis=-1)).all()
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if c.room == "ops"], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in cases() if c.group == "ops"], ids=lambda c: c.name)
 @only(*(name for name in LIBRARIES if name != "jax"))  # which compiles all anew, for long
 def test_large_inputs_stay_finite(case: Case, library: Backend) -> None:
     def make(rng: Generator, backend: Backend) -> Any:

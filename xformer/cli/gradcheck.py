@@ -1,7 +1,9 @@
 """`xformer gradcheck`: compare every gradient with finite differences, on every backend.
 
-Gradients are computed in float64. On backends whose compiled kernels are for float32, they are
-computed in float32 and compared with finite differences in float64.
+The column "reference" checks the ops as they are in `xformer/ops`, on NumPy. The other columns
+check the kernels of a backend, and the references of ops without a kernel. Gradients are computed
+in float64. On backends whose compiled kernels are for float32, they are computed in
+float32 and compared with finite differences in float64.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from xformer.catalogue import Case, cases
 from xformer.cli.models import kernels_of
 from xformer.gradcheck import Report, Row
 
+REFERENCE = "reference"
 IN_FLOAT32 = ("numba", "mkl")  # no compiled kernels for float64, which runs on NumPy
 
 
@@ -31,7 +34,8 @@ def add_parser(subparsers: Any) -> None:
         "--backend",
         nargs="+",
         metavar="NAME",
-        help=f"one or more of {', '.join(backends.NAMES)} (default: all that work here)",
+        help=f"one or more of {', '.join((REFERENCE, *backends.NAMES))} (default: all that work "
+        "here)",
     )
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="check only cases with this in their name"
@@ -45,15 +49,15 @@ def run(args: argparse.Namespace) -> int:
     chosen = [case for case in cases() if args.only in case.name]
     if not chosen:
         raise ValueError(f"no case has {args.only!r} in its name")
-    libraries = [_usable(name) for name in args.backend or backends.available()]
-    work = [(case, library) for case in chosen for library in libraries]
+    names = args.backend or [REFERENCE, *backends.available()]
+    libraries = {name: _usable(name) for name in names}
+    work = [(case, name) for case in chosen for name in libraries]
     reports = {}
     with _recorded() as ran:
-        for case, library in tqdm(work, unit="check", leave=False, disable=not sys.stderr.isatty()):
-            with kernels_of(library.name):
-                reports[case, library.name] = _check(case, library)
+        for case, name in tqdm(work, unit="check", leave=False, disable=not sys.stderr.isatty()):
+            with dispatch.reference_only() if name == REFERENCE else kernels_of(name):
+                reports[case, name] = _check(case, libraries[name])
 
-    names = [library.name for library in libraries]
     print(_table(reports, names, by_case=args.verbose))
     failed = {key: report for key, report in reports.items() if not report.ok}
     for (_, name), report in failed.items():
@@ -66,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _usable(name: str) -> Backend:
     """The backend, with float64 enabled. `backends.Unusable` if it does not work here."""
+    if name == REFERENCE:
+        return backends.get("numpy")
     if name == "jax":
         backends.get(name)  # raises if JAX is missing
         from xformer.backends.jax import enable_float64
