@@ -184,7 +184,7 @@ class Jitted(Ours):
         self._step = jax.jit(step, donate_argnums=(0, 1))
 
     def forward(self) -> Any:
-        """Return the loss alone; nothing is saved for backward."""
+        """Return the loss or, for inference, the pooled hidden states; nothing is saved."""
         return self._forward(self.params, *self.data)
 
     def backward(self) -> tuple[Any, Any]:

@@ -32,7 +32,10 @@ class Linear(nn.Linear):
             self.bias = parameter(np.concatenate([p.b for p in parts]))
 
     def grads(self) -> list[LinearParams]:
-        """Return the gradient of each projection."""
+        """Return dw (I, O) and db, or None without a bias, of each projection, after a backward.
+
+        The order is that of `parts`; the arrays are NumPy's.
+        """
         dw = self.weight.grad.T.split(self.widths, dim=1)
         if self.bias is None:
             return [LinearParams(*host(w), None) for w in dw]

@@ -72,7 +72,10 @@ class Case(NamedTuple):
 
 
 def cases(backend: Backend, s: Sizes) -> Iterator[Case]:
-    """Yield a case for each kernel, called as the models call it."""
+    """Yield the calls that are measured: of ops, of updates of the optimiser, and of casts.
+
+    Each has random arrays of the sizes `s`, and the bytes and FLOPs that it cannot do without.
+    """
     rng = backend.generator(0)
     n, (x, up) = s.rows * s.width * REAL, (rng.normal((s.rows, s.width)) for _ in range(2))
     w, b = rng.normal((s.width,)), rng.normal((s.width,))

@@ -1,4 +1,7 @@
-"""Every registered kernel against the reference: none can be registered untested."""
+"""Every registered kernel against the reference: none can be registered untested.
+
+Kernels of numba are compared in test_numba.py and test_program_*.py.
+"""
 
 from __future__ import annotations
 

@@ -81,12 +81,12 @@ class Flops(NamedTuple):
 
     @property
     def forward(self) -> float:
-        """FLOPs of a forward."""
+        """FLOPs of a forward for one token."""
         return self.weights + self.attention
 
     @property
     def training(self) -> float:
-        """FLOPs of a forward and its backward, which has two products for each in forward."""
+        """FLOPs of forward and backward for one token; backward has two matmuls for each one."""
         return 3 * self.forward
 
 

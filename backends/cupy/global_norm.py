@@ -18,7 +18,7 @@ SCALED = 1 << 12  # elements that a block multiplies by the factor
 def unsupported(grads: Sequence[Array], *, max_norm: float, donate: bool = False) -> str | None:
     """Return why the kernel cannot run, or None if it can.
 
-    All leaves must have the library and dtype of the first.
+    All of `grads` must be CuPy arrays of one dtype. max_norm and donate do not matter.
     """
     return not_alike(grads)
 

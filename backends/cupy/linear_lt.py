@@ -104,7 +104,10 @@ def head_unsupported(
     reduction: str = "mean",
     trainable: bool = True,
 ) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why cuBLASLt's `linear_cross_entropy` cannot run, or None if it can.
+
+    Only x, w, targets and reduction matter; the others are there because the op has them.
+    """
     return why_not(x, w) or head.unsupported(x, w, targets=targets, reduction=reduction)
 
 

@@ -25,13 +25,14 @@ ALIGNMENT = 256  # bytes; each array begins at a multiple of it
 
 
 def packed(params: Any, dtype: Any) -> Any:
-    """Return a copy of float32 parameters rounded to two bytes; each launch rounds many leaves.
+    """Return a copy of float32 parameters in bfloat16 or float16.
 
     params: a tree of float32 arrays on the current device
-    dtype: one of `STORED`
+    dtype: the dtype object; its name is one of `STORED`
 
-    The leaves are views of one array, in the order of the tree. A leaf is stored by columns if it
-    was, else by rows.
+    The leaves are views of one new array, in the order of the tree. Each begins at a multiple of
+    `ALIGNMENT` bytes. A leaf in column-major (Fortran) order keeps it. One launch rounds many
+    leaves.
     """
     leaves = tree.flatten(tree.thaw(params)).values()
     if not leaves:

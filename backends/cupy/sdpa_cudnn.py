@@ -125,10 +125,14 @@ class CudnnCache(NamedTuple):
     lse: Array  # (B, H, T), log(sum(exp(scores)))
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, None, None]:
-        """Return dq, dk, dv, None and None, from dctx (B, H, T, M).
+        """Return the gradients of q, k, v, bias and sinks; the last two are None.
 
-        dscores = probs * (dprobs - inner), probs = exp(scores - lse), inner = dctx . ctx
-        If cuDNN fails, the next kernel runs forward and backward.
+        dctx: (B, H, T, M)
+        dq = scale * dscores k, dk = scale * dscores^T q, dv = probs^T dctx, where
+        dscores = probs * (dprobs - inner), probs = exp(scores - lse), dprobs = dctx v^T, and
+        inner is the sum of dctx * ctx over the last axis.
+
+        If cuDNN fails, the next kernel of `sdpa` computes the op again, forward and backward.
         """
         kind, q, k, v, ctx, lse = self
         n_batch, n_queries, n_heads, width = ctx.shape

@@ -12,5 +12,5 @@ from xformer.typing import Array
 
 @kernel(reference, "jax")
 def erf(x: Array) -> tuple[Array, ErfCache]:
-    """Return erf(x)."""
+    """Return (erf(x), cache)."""
     return jax.scipy.special.erf(x), ErfCache(x)

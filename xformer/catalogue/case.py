@@ -158,7 +158,10 @@ class Without:
     places: tuple[int, ...]
 
     def backward(self, *dy: Any) -> Any:
-        """The other gradients."""
+        """The gradients of `cache` without those at `places`.
+
+        AssertionError if one of these is not None.
+        """
         grads = self.cache.backward(*dy)
         if any(grads[i] is not None for i in self.places):
             raise AssertionError("a gradient was computed of what is not trained")

@@ -73,10 +73,10 @@ def first_fields(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def split(items: Sequence[T], share: float, seed: int = 0) -> tuple[list[T], list[T]]:
-    """Split items at random into those to train on and those to validate on.
+    """Split items at random: those to train on, and those to validate on, each in the given order.
 
-    share: the fraction to validate on, of at least one item; 0: no validation
-    ValueError if there are too few items.
+    share: the fraction to validate on, in [0, 1). If it is above 0, it is at least one item.
+    ValueError if share is outside, or if no item would be left to train on.
     """
     if not 0 <= share < 1:
         raise ValueError(f"split: share must lie in [0, 1), got {share}")

@@ -77,7 +77,12 @@ def joined(link: Link, parts: Sequence[Adapter | None], widths: Sequence[int]) -
 
 
 def split(link: Link, adapter: Adapter) -> dict[str, Adapter]:
-    """The adapters of the linear layers of a module, by name: the inverse of `joined`."""
+    """The adapter of one module of transformers as adapters of our linear layers, by their names.
+
+    link: which linear layers the module holds, such as q, k and v in GPT-2. A layer gets the rank's
+    rows of b that are not 0 for it, with their columns of a. Rows that are 0 for all layers go to
+    all of them. A layer without rows is left out.
+    """
     a, b, scale = adapter
     parts: Mapping[str, np.ndarray] = link._replace(flip=False).read([b])
     if len(parts) == 1:

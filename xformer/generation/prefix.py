@@ -183,7 +183,7 @@ def backend_of_params(params: Any) -> Backend:
 
 
 def beside(array: Array) -> Backend:
-    """The backend and the device of `array`."""
+    """The backend of `array`, with the device of `array` as its device."""
     return replace(backends.backend_of(array), device=device(array))
 
 

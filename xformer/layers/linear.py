@@ -17,7 +17,10 @@ from xformer.typing import Array
 
 @short
 class LinearParams(NamedTuple):
-    """Parameters of `linear`."""
+    """Parameters of `linear`, y = x w + b. w is the transpose of torch's weight.
+
+    b: None without a bias. Both may be `tree.Frozen`.
+    """
 
     w: Array  # (I, O)
     b: Array | None  # (O,)

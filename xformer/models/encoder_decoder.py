@@ -168,7 +168,12 @@ class EncoderDecoder:
         src_mask: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[tuple[Array, Array | None], EncodeCache]:
-        """The encoder's output (B, S, D), and the positions that the decoder's heads need, or None.
+        """The pair (memory, pos) of the source, and the cache.
+
+        memory: (B, S, D), the encoder's output
+        pos: (S, K), vectors of the source's positions, which cross-attention adds to keys and
+            values; None unless the mode of the source's embedding is "qkv"
+        Both are arguments of `decode_target`.
 
         src: (B, S) ids, or vectors (B, S, D)
         src_mask: (B, S), True = a token, False = padding; None: no padding

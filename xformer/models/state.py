@@ -116,9 +116,11 @@ class DecodeState(NamedTuple):
         return self._replace(kv_cache=kv_cache, mask=mask, ids=tokens)
 
     def padded(self, length: int) -> DecodeState:
-        """The same sequences with more or less padding on the left, `length` slots in all.
+        """The same sequences in `length` slots: padding on the left is added or removed.
 
-        For libraries that compile anew for every shape. Only padding may be removed.
+        For libraries that compile anew for every shape. The caller makes sure that only padding is
+        removed; this is not checked. A layer that keeps only the last keys of its window is left
+        as it is.
         """
         n = length - self.length
         k = next((layer.k for layer in self.kv_cache if layer.k is not None), None)

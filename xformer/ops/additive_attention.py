@@ -68,7 +68,11 @@ class AdditiveAttentionCache(NamedTuple):
     probs: Array  # (B, H, T, S)
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, Array]:
-        """dq = sum_j dsums, dk = sum_i dsums, with dsums = dscores * w * (1 - hidden^2)."""
+        """dq = sum_j dsums, dk = sum_i dsums, with dsums = dscores * w * (1 - hidden^2).
+
+        dv = probs^T dctx, dw = sum of dscores * hidden over batch, queries and keys, with dscores =
+        probs * (dprobs - sum(dprobs * probs)), dprobs = dctx v^T.
+        """
         op = "additive_attention"
         require_gradient(op, "dctx", dctx, self.q, (*self.q.shape[:3], self.v.shape[3]))
         q, k, v, w, probs = self

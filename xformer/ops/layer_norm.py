@@ -55,7 +55,8 @@ class LayerNormCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
         """dx = rstd * (dxhat - mean(dxhat) - xhat * mean(dxhat * xhat)), dxhat = dy * w.
 
-        If eps is outside the root, the last term is divided by 1 - eps * rstd = std / (std + eps).
+        dw = sum of dy * xhat, db = sum of dy, over the rows; db is None without b. If eps is
+        outside the root, the last term is divided by 1 - eps * rstd = std / (std + eps).
         """
         require_gradient("layer_norm", "dy", dy, self.x)
         xp = array_namespace(dy)

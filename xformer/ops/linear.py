@@ -46,7 +46,10 @@ class LinearCache(NamedTuple):
     x_shape: tuple[int, ...]
 
     def backward(self, dy: Array) -> tuple[Array, Array | None, Array | None]:
-        """dx = dy w^T, dw = x^T dy, db = sum of dy over all axes but the last."""
+        """dx = dy w^T, dw = x^T dy, db = sum of dy over all axes but the last.
+
+        dw is None unless w is trainable; db is None without b.
+        """
         require_gradient("linear", "dy", dy, self.w, (*self.x_shape[:-1], self.w.shape[1]))
         xp = array_namespace(dy)
         dy_rows = _rows(dy)  # (N, O)

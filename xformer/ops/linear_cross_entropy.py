@@ -58,6 +58,9 @@ class LinearCrossEntropyCache(NamedTuple):
     loss: Any  # of `cross_entropy`
 
     def backward(self, dloss: Array | None = None) -> tuple[Array, Array | None, Array | None]:
-        """dx, dw and db, from dlogits."""
+        """dx = dlogits w^T, dw = x^T dlogits, db = sum of dlogits over all axes but the last.
+
+        dw is None unless w is trainable; db is None without b.
+        """
         dx, dw, db = self.linear.backward(self.loss.backward(dloss))
         return dx, dw, db

@@ -48,7 +48,11 @@ class RmsNormCache(NamedTuple):
     offset: float
 
     def backward(self, dy: Array) -> tuple[Array, Array | None]:
-        """dx = rstd * (dxhat - xhat * mean(dxhat * xhat)), dxhat = dy * (offset + w)."""
+        """dx = rstd * (dxhat - xhat * mean(dxhat * xhat)), dxhat = dy * (offset + w).
+
+        xhat = x * rstd, means over the last axis. dw = sum of dy * xhat over the rows; None without
+        w, and then dxhat = dy.
+        """
         require_gradient("rms_norm", "dy", dy, self.x)
         xhat = self.x * self.rstd
         dw, dxhat = None, dy

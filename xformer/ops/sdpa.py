@@ -45,13 +45,18 @@ def sdpa(
     q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   ctx: (B, H, T, M)
         G must divide H. Query head h attends to key/value head h // (H / G).
     bias: broadcasts to (B, H, T, S), and is added to the scores.
-    sinks: (H,), one extra score a head in the softmax, without a value (gpt-oss).
+    sinks: (H,), scores of a further key without a value: exp(sink) is added to the denominator of
+        the softmax (gpt-oss).
     mask: boolean, broadcasts to (B, H, T, S); True = may attend.
     causal: query i attends to keys j <= i + S - T (bottom-right aligned).
     window: (left, right); query i attends to i + S - T - left <= j <= i + S - T + right. None means
         unbounded. For Mistral's sliding_window w, which includes the query, left = w - 1.
-    softcap: c replaces the scores by c tanh(scale * q k^T / c) (Gemma 2, arXiv:2408.00118).
+    softcap: c replaces scale * q k^T by c tanh(scale * q k^T / c), to which bias is then added
+        (Gemma 2, arXiv:2408.00118).
     scale: K^-1/2 if None.
+    dropout_rate: of the probabilities; a rate above 0 needs dropout_key.
+
+    A key is allowed if mask, causal and window all allow it.
 
     A query without an allowed key gives 0 and has gradient 0.
 
@@ -98,7 +103,13 @@ class SdpaCache(NamedTuple):
     drop: DropoutCache
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """dscores = probs * (dprobs - sum(dprobs * probs)), dprobs = dctx v^T through dropout."""
+        """The gradients of q, k, v, bias and sinks; None for an absent bias or sinks.
+
+        dq = scale * dscores k, dk = scale * dscores^T q, dv = dropout(probs)^T dctx, with dscores =
+        probs * (dprobs - sum(dprobs * probs)), dprobs = dctx v^T through dropout. dbias is dscores
+        summed over the axes along which bias was repeated; dsinks sums a sink's dscores. With a
+        softcap, its derivative multiplies dscores in dq and dk.
+        """
         require_gradient("sdpa", "dctx", dctx, self.q, (*self.q.shape[:3], self.v.shape[3]))
         q, k, v, probs, shares, scale, softcap, bias_shape, drop = self
         xp = array_namespace(dctx)

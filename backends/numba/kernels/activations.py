@@ -62,7 +62,7 @@ Reference = Callable[[Any], tuple[Any, Any]]
 
 
 def unsupported(x: Array) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     return unrecordable(x)
 
 

@@ -45,7 +45,7 @@ def unsupported(
     eps: float,
     donate: bool = False,
 ) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     leaves = [*params, *grads, *m, *v]
     if not all(isinstance(x, Traced) and x.dtype == np.float32 for x in leaves):
         return "only float32"

@@ -16,7 +16,7 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, r: Array | None, params: NormParams, *, config: NormConfig) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     if config.kind == "rms" and params.b is not None:
         return "RMSNorm has no bias"
     w_and_b = value(params.w), value(params.b)

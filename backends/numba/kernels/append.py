@@ -16,7 +16,7 @@ from xformer.typing import Array
 
 
 def unsupported(k: Array, v: Array, *, kv_cache: KVCache) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     if kv_cache.write_index is None or kv_cache.k is None or kv_cache.v is None:
         return "the KV cache is not static"
     if kv_cache.write_index.dtype != np.int64 or kv_cache.write_index.shape:

@@ -36,7 +36,7 @@ def unsupported(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     if logits.dtype != np.float32 or logits.shape[-1] == 0:
         return "only float32, and at least one class"
     return None if program.of([logits, targets]) else "all arrays are constants"

@@ -19,7 +19,7 @@ from xformer.typing import Array
 
 
 def unsupported(table: Array, *, ids: Array) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     if table.dtype != np.float32:
         return "only float32"
     return None if program.of([table, ids]) else "all arrays are constants"

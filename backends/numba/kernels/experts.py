@@ -55,7 +55,7 @@ def unsupported(
     activation: str = "silu",
     trainable: bool = True,
 ) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     if activation not in FORMULAS:
         return f"no activation {activation!r}"
     if any(array.dtype != np.float32 for array in (w_gate, w_up, w_down)):

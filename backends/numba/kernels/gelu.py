@@ -18,7 +18,7 @@ FORMULA_OF = {"none": "gelu", "tanh": "gelu_tanh"}  # by `approximate`: the key 
 
 
 def unsupported(x: Array, *, approximate: str = "none") -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     return unrecordable(x) if approximate in FORMULA_OF else "only approximate none and tanh"
 
 

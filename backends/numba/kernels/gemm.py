@@ -273,10 +273,10 @@ def products(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @native
 def split_products(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute parts[piece] = x[:, s] w[s], s the piece of the inner axis K.
+    """Compute parts[piece] = x[:, s] w[s], where s is range number `piece` of the K columns of x.
 
-    outputs: parts (pieces, N, M); inputs: x (N, K), w (K, M), both with contiguous rows. integers:
-    N, M, K, row strides of x and of w in bytes.
+    `add_parts` adds the parts up. outputs: parts (pieces, N, M); inputs: x (N, K), w (K, M), both
+    with stride 1 within a row. integers: N, M, K, row strides of x and of w in bytes.
     """
     a = words(args, 8)
     n, m, k, x_row, w_row = a[3], a[4], a[5], a[6], a[7]

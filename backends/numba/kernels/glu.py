@@ -48,7 +48,7 @@ BLOCK = 2048  # elements: five blocks fit in a core's L1 cache
 
 
 def unsupported(gate: Array, up: Array, *, activation: str = "silu") -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     return unrecordable(gate, up) if activation in FORMULAS else f"no activation {activation!r}"
 
 

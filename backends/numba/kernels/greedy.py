@@ -16,7 +16,7 @@ from xformer.typing import Array
 
 
 def unsupported(logits: Array) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     if logits.ndim != 2 or 0 in logits.shape:
         return "logits are not (B, V) with B, V > 0"
     return unrecordable(logits)

@@ -27,7 +27,7 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, y: Array, *, ids: Array) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     if x.dtype != np.float32 or y.dtype != np.float32:
         return "only float32"
     return None if program.of([x, y, ids]) else "all arrays are constants"

@@ -27,7 +27,7 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, *, eps: float = 1e-12) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     return unrecordable(x)
 
 

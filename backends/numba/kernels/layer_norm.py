@@ -39,7 +39,7 @@ FAR = np.float32(numpys.FAR**2)  # mean^2 / variance from which the mean is corr
 def unsupported(
     x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
 ) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     return unrecordable(x, w, b) if eps_inside else "eps is outside the root"
 
 
@@ -60,7 +60,10 @@ def layer_norm(
 def normalise(
     x: Array, r: Array | None, w: Array, b: Array | None, eps: float
 ) -> tuple[Array, Array, LayerNormCache]:
-    """Return (s, y, cache): s = x + r, or x if r is None; y is the layer norm of s."""
+    """Return (s, y, cache): s = x + r, or x if r is None; y is the layer norm of s.
+
+    x, r, s, y: (..., D)   w, b: (D,); b may be None
+    """
     program, has_b = program_of(x, r, w, b), b is not None
     x, r, w, b = operands(x, r, w, b)
     order = order_of(x, 1)

@@ -34,7 +34,7 @@ from xformer.typing import Array
 def unsupported(
     x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     arrays = [array for array in (x, w, b) if array is not None]
     if any(array.dtype != np.float32 for array in arrays):
         return "only float32"

@@ -52,7 +52,7 @@ def unsupported(
     reduction: str = "mean",
     trainable: bool = True,
 ) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     arrays = [x, w] if b is None else [x, w, b]
     if any(array.dtype != np.float32 for array in arrays) or w.shape[1] == 0:
         return "only float32, and at least one class"

@@ -16,7 +16,7 @@ from xformer.typing import Array
 def unsupported(
     x: Array, params: tuple[LinearParams | LoRAParams, ...], *, all_kept: bool = False
 ) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     for linear in params:
         if not isinstance(linear, LinearParams):
             return "only maps without LoRA"

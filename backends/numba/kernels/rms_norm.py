@@ -36,7 +36,7 @@ from xformer.typing import Array
 def unsupported(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     return "an offset without w" if w is None and offset != 0 else unrecordable(x, w)
 
 
@@ -55,7 +55,10 @@ def rms_norm(
 def normalise(
     x: Array, r: Array | None, w: Array | None, eps: float, offset: float
 ) -> tuple[Array, Array, RmsNormCache]:
-    """Return (s, y, cache): s = x + r, or x if r is None; y is the RMS norm of s."""
+    """Return (s, y, cache): s = x + r, or x if r is None; y is the RMS norm of s.
+
+    x, r, s, y: (..., D)   w: (D,) or None
+    """
     program, has_w = program_of(x, r, w), w is not None
     x, r, w, _ = operands(x, r, w, None)
     order = order_of(x, 1)

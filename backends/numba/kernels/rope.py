@@ -27,7 +27,7 @@ FLOAT = 4  # bytes
 
 
 def unsupported(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     return unrecordable(x, cos, sin)
 
 

@@ -45,7 +45,7 @@ def unsupported(
     mask: Array | None = None,
     **options: Any,
 ) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     arrays = [x for x in (q, k, v, bias, sinks) if x is not None]
     if any(x.dtype != np.float32 for x in arrays):
         return "only float32"

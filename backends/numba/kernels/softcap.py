@@ -13,7 +13,7 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, *, cap: float) -> str | None:
-    """Return why the kernel cannot run, or None."""
+    """Return why the kernel cannot run, or None if it can."""
     return unrecordable(x)
 
 

@@ -139,7 +139,12 @@ class Compiled:
         return "\n\n".join(str(program) for program, _ in self.programs.values())
 
     def _record(self, arguments: Sequence[Any], inputs: Sequence[Any]) -> tuple[Recorded, Any]:
-        """Record a program; return it and its results as a tree of arrays without values."""
+        """Record `fn` as a program; return it and the tree of the results of `fn`.
+
+        arguments: the trees that the caller passed
+        inputs: their arrays and numbers, in order, as NumPy arrays
+        The leaves of the returned tree are `Traced`: they have shapes and dtypes, but no values.
+        """
         leaves = [(i, x) for i, argument in enumerate(arguments) for x in tree.parts(argument)[0]]
         input_leaves = [(i, x) for i, x in leaves if _is_input(tree.value(x))]
         donated = [n for n, (i, x) in enumerate(input_leaves) if i in self.donated and _is_array(x)]

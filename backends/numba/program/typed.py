@@ -264,9 +264,10 @@ def _compare(code: int, x: Any, z: Any, y: Any) -> None:
 
 @native
 def choose(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y = x1 where the condition is true, else x2.
+    """Compute y = x1 where the condition is true, else x2: the array API's `where`.
 
-    outputs: y; inputs: condition, x1, x2; numbers: spec (`WHERE_NUMBERS`).
+    outputs: y; inputs: condition (bool), x1, x2; integers: the bytes of an element, sizes and
+    strides (`WHERE_NUMBERS` of them).
     """
     a, spec = words(args, 4), numbers(args, WHERE_NUMBERS)
     start, stop, low, high = cut(spec[1:5], piece, pieces)
