@@ -1,4 +1,4 @@
-"""Write docs/ops.md: for each op its backward, its derivation, its kernels and its time.
+"""Write the generated parts of docs/ops.md: a section for each op, and the table of times.
 
 python -m docs.make_ops_page
 
@@ -8,25 +8,28 @@ The kernels are those that backends register; the times are the newest result of
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ops as measured
 from benchmarks import report, stored
 from xformer import ops
+from xformer.catalogue import ops as catalogue
 from xformer.dispatch import Overridable
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "ops.md"
-CONTESTANTS = (measured.PEER, measured.REFERENCE, measured.KERNEL, measured.PROGRAM)
-FILES = "op", "formula, backward", "derivation", "NumPy kernel", "numba kernel", "CUDA kernel"
-FILES += ("other kernels",)
-TIMES = "op", "torch", "reference", "NumPy kernels", "numba program"
+OURS = (measured.REFERENCE, measured.KERNEL, measured.PROGRAM)
+TIMES = "op", "torch", "reference", "NumPy kernel", "numba program"
+LABELS = {"numpy": "NumPy", "numba": "numba", "cupy": "CUDA", "torch": "torch", "jax": "JAX"}
 
 
 def page() -> str:
-    """The text of docs/ops.md with its tables made anew."""
+    """The text of docs/ops.md with its generated parts made anew."""
     found, text = newest(), PAGE.read_text(encoding="utf-8")
     versions = {name: version for name, version in found["versions"].items() if name != "xformer"}
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -34,9 +37,9 @@ def page() -> str:
     caption = (
         f"Milliseconds. {where}, {found['date'][:10]}, commit {found['commit'][:9]}; {listed}."
     )
-    text = put(text, "files", table(FILES, [files(name) for name in names()]))
-    rows = [[f"`{name}`", *times(name, found)] for name in names()]
-    return put(text, "times", f"{caption}\n\n{table(TIMES, rows, right=True)}")
+    rows = [[f"[{name}](#{name})", *cells(name, found)] for name in names()]
+    text = put(text, "times", f"{caption}\n\n{table(TIMES, rows)}")
+    return put(text, "ops", "\n".join(section(name, found) for name in names()))
 
 
 def put(text: str, name: str, content: str) -> str:
@@ -46,10 +49,10 @@ def put(text: str, name: str, content: str) -> str:
     return f"{before}{begin}{content}\n{end}{after}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: bool = False) -> str:
-    """A table in Markdown. right: all columns but the first are aligned to the right."""
-    rule = ["---", *["---:" if right else "---"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, all columns but the first aligned to the right."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *rows))
 
 
 def newest() -> dict[str, Any]:
@@ -63,13 +66,44 @@ def names() -> list[str]:
     return [name for name in dir(ops) if isinstance(getattr(ops, name), Overridable)]
 
 
-def files(name: str) -> list[str]:
-    """The cells of an op in the table of files."""
-    source = f"[`ops/{name}.py`](../xformer/ops/{name}.py)"
-    kernels = (", ".join(links(name, library)) for library in ("numpy", "numba", "cupy"))
-    others = [link for library in ("torch", "jax") for link in links(name, library)]
-    derivation = f"[{name}](derivations/{name}.md)"
-    return [f"`{name}`", source, derivation, *kernels, ", ".join(others)]
+def section(name: str, found: dict[str, Any]) -> str:
+    """What there is of an op, in Markdown."""
+    op = getattr(ops, name)
+    formula = (inspect.getdoc(op) or "").partition("\n")[0]
+    kernels = [
+        f"{label} {', '.join(linked)}"
+        for library, label in LABELS.items()
+        if (linked := list(links(name, library)))
+    ]
+    what = "Forward, cache and its `backward`" if op.has_backward else "Source"
+    lines = [
+        f"### {name}\n",
+        f"```text\n{formula}\n```\n",
+        f"- {what}: [`{name}.py`](../xformer/ops/{name}.py)",
+        f"- Derivation: [{name}](derivations/{name}.md)",
+    ]
+    if op.has_backward:
+        lines.append(
+            f"- Proof: `xformer gradcheck --only {name}`, "
+            f"`pytest tests/test_gradients.py -k {name}`{case_of(name)}"
+        )
+    lines.append(f"- Kernels: {'; '.join(kernels) or 'none, the reference runs'}")
+    spent = dict(zip(TIMES[1:], cells(name, found), strict=True))
+    listed = ", ".join(f"{who} {ms}" for who, ms in spent.items() if ms)
+    return "\n".join([*lines, f"- Milliseconds: {listed}\n"])
+
+
+def case_of(name: str) -> str:
+    """Where the catalogue has the cases of an op, if it has a function of that name."""
+    line = functions().get(f"_{name}")
+    return "" if line is None else f"; cases: `xformer/catalogue/ops.py`, `_{name}`"
+
+
+@cache
+def functions() -> dict[str, int]:
+    """The functions of the catalogue of ops, with their lines."""
+    body = ast.parse(inspect.getsource(catalogue)).body
+    return {node.name: node.lineno for node in body if isinstance(node, ast.FunctionDef)}
 
 
 def links(name: str, library: str) -> Iterator[str]:
@@ -84,24 +118,21 @@ def links(name: str, library: str) -> Iterator[str]:
         files = [Path(library, f"{name}.py")]
     for file in files:
         if (ROOT / "backends" / file).exists():
-            shown = file.name if library in ("numpy", "numba", "cupy") else str(file)
-            yield f"[`{shown}`](../backends/{file})"
+            yield f"[`{file.name}`](../backends/{file})"
 
 
-def times(name: str, found: dict[str, Any]) -> list[str]:
-    """Milliseconds by contestant, the least in bold."""
+def cells(name: str, found: dict[str, Any]) -> list[str]:
+    """Milliseconds of torch and of ours, of which the least is bold."""
     of_op: dict[str, float] = {}
     for contestant in found["rows"]:
         for work in (measured.BOTH, measured.FORWARD):
             if (summary := contestant.get(f"{name}: {work}")) is not None:
                 of_op[contestant["name"]] = summary["min_ms"]
                 break
-    least = min(of_op.values())
-    cells = {
-        n: f"**{report.digits(ms)}**" if ms == least else report.digits(ms)
-        for n, ms in of_op.items()
-    }
-    return [cells.get(contestant, "") for contestant in CONTESTANTS]
+    least = min(of_op[contestant] for contestant in OURS)
+    shown = {who: report.digits(ms) for who, ms in of_op.items()}
+    ours = [f"**{shown[who]}**" if of_op[who] == least else shown[who] for who in OURS]
+    return [shown.get(measured.PEER, ""), *ours]
 
 
 if __name__ == "__main__":
