@@ -129,6 +129,8 @@ def cells(name: str, found: dict[str, Any]) -> list[str]:
             if (summary := contestant.get(f"{name}: {work}")) is not None:
                 of_op[contestant["name"]] = summary["min_ms"]
                 break
+    if not set(OURS) <= set(of_op):
+        raise ValueError(f"{name}: the newest result lacks it: run `python -m benchmarks.ops`")
     least = min(of_op[contestant] for contestant in OURS)
     shown = {who: report.digits(ms) for who, ms in of_op.items()}
     ours = [f"**{shown[who]}**" if of_op[who] == least else shown[who] for who in OURS]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import threadpoolctl
 from block_configs import block_config
 
 import xformer as xf
@@ -220,6 +221,25 @@ def test_numba_traces_a_program_as_one_step() -> None:
     for key, array in tree.flatten(plain).items():
         np.testing.assert_array_equal(tree.flatten(grads)[key], array, key)
     assert all(step.where for step in steps)
+    where = {step.op: step.where for step in steps if not step.is_backward}
+    assert where["blocks"].startswith("xformer/backends/numba/eager.py:")
+    with xf.kernels("numba"), xf.trace() as steps:
+        ops.gelu(np.ones((300, 400), np.float32))
+    assert steps[0].where == "xformer/backends/numba/kernels/gelu.py"
+
+
+def test_threads_of_kernels_do_not_record() -> None:
+    """Which of them computes what differs from run to run; the kernel is one step."""
+    gpt = xf.GPT(vocab_size=11, n_layers=2, d_model=32, n_heads=2, max_len=128)
+    params, tokens = gpt.init(), np.zeros((4, 128), int)
+    found = []
+    for _ in range(3):
+        with threadpoolctl.threadpool_limits(2), xf.trace() as steps:
+            gpt.loss(params, tokens, tokens)[1].backward()
+        found.append([(step.op, step.is_backward, step.depth) for step in steps])
+    assert found[0] == found[1] == found[2]
+    (blocks,) = [i for i, step in enumerate(found[0]) if step == ("blocks", False, 0)]
+    assert found[0][blocks + 1][2] == 0  # without steps within it
 
 
 def test_what_a_checkpointed_block_recomputes_is_shown() -> None:

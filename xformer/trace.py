@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -83,6 +84,8 @@ class Trace(list[Step]):
         """
         names = list(dict.fromkeys(step.op for step in self))
         if op is not None and op not in names:
+            if not names:
+                raise ValueError(f"trace: no op was called, so there is none named {op!r}")
             raise ValueError(f"trace: op must be one of {', '.join(names)}, got {op!r}")
         begins = next((i for i, step in enumerate(self) if step.is_backward), len(self))
         numbers: dict[int, int] = {}
@@ -116,10 +119,10 @@ def trace() -> Iterator[Trace]:
 
     Other threads and tasks are not recorded; within another `trace()` only the inner one records.
     Use it around a call, never across a yield: a generator would leave its caller in the context.
-    Functions of `xf.compile` are not recorded. Under `jax.jit` arrays have no values, and JAX
-    raises an error.
+    A compiled function is not recorded; a function that its library cannot compile is. Under
+    `jax.jit` arrays have no values, and JAX raises an error.
     """
-    recorder = _Recorder(Trace(), count(), 0)
+    recorder = _Recorder(Trace(), count(), 0, threading.get_ident())
     with observed(recorder):
         yield recorder.steps
 
@@ -131,9 +134,12 @@ class _Recorder:
     steps: Trace
     calls: Iterator[int]
     depth: int
+    thread: int  # that the trace was opened in; kernels copy its context to their threads
 
     def __call__(self, op: Op, run: Run) -> Run:
         """`run`, an implementation of `op`, recorded."""
+        if threading.get_ident() != self.thread:
+            return run
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             call, begin = next(self.calls), len(self.steps)
@@ -175,7 +181,7 @@ def _recording(cache: Any, op: Op, call: int) -> Any:
 
     def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = observer()
-        if not isinstance(recorder, _Recorder):
+        if not isinstance(recorder, _Recorder) or recorder.thread != threading.get_ident():
             return kind.backward(self, *args, **kwargs)
         return recorder.backward(op, call, kind.backward, self, *args, **kwargs)
 
@@ -210,13 +216,13 @@ def _inside(name: str, path: str) -> str:
 
 def _sizes(array: Array) -> tuple[float, ...]:
     """rms, min and max of a floating array; () of another, and of an empty one."""
-    place = backends.backend_of(array)
-    array = place.upcast(array)
+    backend = backends.backend_of(array)
+    array = backend.upcast(array)
     if dtype_name(array) not in FLOATING or 0 in array.shape:
         return ()
     xp = array_namespace(array)
     sizes = xp.stack([xp.sqrt(xp.mean(array * array)), xp.min(array), xp.max(array)])
-    return tuple(place.to_numpy(sizes).tolist())
+    return tuple(backend.to_numpy(sizes).tolist())
 
 
 def _formula(function: Any) -> str:
@@ -225,8 +231,13 @@ def _formula(function: Any) -> str:
 
 
 def _where(function: Any) -> str:
-    """The file of its module and the line of its `def`; "" if it is not written in Python."""
+    """The file of its module and the line of its `def`; "" if it is not written in Python.
+
+    Of a callable object that names another module than its class does: the file of that module.
+    """
     function = inspect.unwrap(function)
+    if not hasattr(function, "__code__") and function.__module__ != type(function).__module__:
+        return f"{function.__module__.replace('.', '/')}.py"
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if code is None:
         return ""

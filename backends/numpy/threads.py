@@ -27,6 +27,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from xformer.backends.exclusive import Exclusive
+from xformer.dispatch import observed
 from xformer.typing import Array
 
 Piece = Callable[[int, int], Any]  # fn(start, stop)
@@ -257,9 +258,10 @@ def _run_pieces(fn: Piece, n: int, size: int, helpers: int) -> None:
     before = _local.n_threads
     _local.n_threads = 1  # a signal handler computes on this thread alone
     try:
-        _submit(job, helpers)
-        job.work()
-        _end(job, helpers, wait=True)
+        with observed(None):  # which pieces a thread computes differs from run to run
+            _submit(job, helpers)
+            job.work()
+            _end(job, helpers, wait=True)
     finally:
         _local.n_threads = before
     if job.error is not None:
