@@ -56,7 +56,7 @@ def activation(x: Array, name: str) -> tuple[Array, ActivationCache]:
 
 @short
 class ActivationCache(NamedTuple):
-    """Saved by an activation for backward."""
+    """Saved by an activation for backward: x, from which the derivative is computed."""
 
     x: Array
     name: str

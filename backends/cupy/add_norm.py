@@ -48,7 +48,7 @@ def add_norm(
 
 @short
 class AddNormCache(NamedTuple):
-    """Saved by `add_norm` for backward."""
+    """Saved by `add_norm` for backward: the cache of the norm. The sum has the derivative 1."""
 
     norm: Any  # the cache of the norm's kernel, whose x is the sum s
     has_r: bool

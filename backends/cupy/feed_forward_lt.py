@@ -74,12 +74,15 @@ def feed_forward(
 
 @short
 class FeedForwardCache(NamedTuple):
-    """Saved by `feed_forward` for backward."""
+    """Saved by `feed_forward` for backward: the inputs of both matmuls, both weights, and `before`.
+
+    `before` gives the derivative of GELU.
+    """
 
     x: Array  # (N, D)
     w: Array  # (D, F)
-    before: Any  # (N, F)
-    hidden: Array  # (N, F)
+    before: Any  # (N, F), x w + b; None in inference
+    hidden: Array  # (N, F), gelu(before)
     w_down: Array  # (F, D)
     has_b: tuple[bool, bool]
     x_shape: tuple[int, ...]

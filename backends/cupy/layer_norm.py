@@ -65,7 +65,10 @@ def forward(
 
 @short
 class LayerNormCache(NamedTuple):
-    """Saved by `layer_norm` for backward."""
+    """Saved by `layer_norm` for backward: x, w and each row's mean and 1 / standard deviation.
+
+    They give xhat = (x - mean) * rstd again.
+    """
 
     x: Array  # (..., D)
     w: Array  # (D,)

@@ -37,13 +37,13 @@ def forward(
 
 @short
 class LinearCache(NamedTuple):
-    """Saved by `linear` for backward."""
+    """Saved by `linear` for backward: x for dw (not if w is not trained), and w for dx."""
 
     x: Array | None  # (..., I); None: w is not trained
     w: Array  # (I, O)
     has_b: bool
     x_shape: tuple[int, ...]
-    products: Products
+    products: Products  # computes the matmuls of backward
 
     def backward(self, dy: Array) -> tuple[Array, Array | None, Array | None]:
         """Return dx = dy w^T, dw = x^T dy (None if w is not trained), db = sum of dy over its rows.

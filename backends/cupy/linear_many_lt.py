@@ -83,7 +83,7 @@ class Map(NamedTuple):
 
 @short
 class LinearsCache(NamedTuple):
-    """Saved by `linear_many` for backward."""
+    """Saved by `linear_many` for backward: x for each dw, and each w for dx."""
 
     x: Array  # (..., I)
     maps: tuple[Map, ...]

@@ -72,11 +72,11 @@ def forward(
 
 @short
 class RmsNormCache(NamedTuple):
-    """Saved by `rms_norm` for backward."""
+    """Saved by `rms_norm` for backward: x, w and 1 / RMS of each row, which give xhat again."""
 
     x: Array  # (..., D)
     w: Array | None  # (D,)
-    rstd: Array  # (N,)
+    rstd: Array  # (N,), 1 / sqrt(mean(x^2) + eps) of each row
     offset: float
 
     def backward(self, dy: Array) -> tuple[Array, Array | None]:

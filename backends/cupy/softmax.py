@@ -26,7 +26,7 @@ def softmax(x: Array, *, axis: int = -1) -> tuple[Array, SoftmaxCache]:
 
 @short
 class SoftmaxCache(NamedTuple):
-    """Saved by `softmax` for backward."""
+    """Saved by `softmax` for backward: y, which gives the derivative. x is not needed."""
 
     y: Array  # shape of x
     axis: int

@@ -45,11 +45,11 @@ def contrastive_loss(
 
 @short
 class ContrastiveCache(NamedTuple):
-    """Saved by `contrastive_loss` for backward."""
+    """Saved by `contrastive_loss` for backward: the caches of the loss and of the model."""
 
-    loss: Any
-    model: Any
-    value: Array  # (), the loss
+    loss: Any  # of `ops.info_nce`
+    model: Any  # of `LanguageModel.pooled`
+    value: Array  # (), the loss; gives the dtype and device of the default dloss
 
     def backward(self, dloss: Array | None = None) -> Any:
         """Gradients of the model's parameters. dloss: None: 1."""

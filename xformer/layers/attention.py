@@ -148,13 +148,17 @@ def attention(
 
 @short
 class AttentionCache(NamedTuple):
-    """Saved by `attention` for backward."""
+    """Saved by `attention` for backward: the caches of the projections, heads and attention op.
+
+    `backward` drops the gradients of cached keys and values; `n_new` tells how many are new.
+    """
 
     maps: Any  # of x to the queries; in self-attention also to keys and values
     q: HeadsCache
+    # Self-attention: KeyValueHeadsCache. A memory (B, S, D): KeyValueSaved. A KeyValue: None.
     kv: KeyValueHeadsCache | KeyValueSaved | None
     core: Any  # of `ops.sdpa` or `ops.shaw`
-    o: Any
+    o: Any  # of the output projection; None: there is none
     frozen: tuple[bool, ...]  # whether the sinks, or each of Shaw's tables, are frozen
     kv_cache: KVCache | None  # with the keys and values of x
     n_new: int  # the number of new keys, after those of the KV cache
@@ -219,9 +223,9 @@ def key_value(
 
 @short
 class KeyValueSaved(NamedTuple):
-    """Saved by `key_value` for backward."""
+    """Saved by `key_value` for backward: the caches of both projections, and of the heads."""
 
-    maps: Any
+    maps: Any  # of `linear_many`, to the keys and the values
     heads: KeyValueHeadsCache
 
     def backward(self, dk: Array, dv: Array) -> tuple[Array, KeyValueParams, Array | None]:
@@ -249,7 +253,7 @@ def _key_value(
 
 @short
 class KeyValueHeadsCache(NamedTuple):
-    """Saved by `_key_value` for backward."""
+    """Saved by `_key_value` for backward: the cache of the heads of keys, and of values."""
 
     k: HeadsCache
     v: HeadsCache
@@ -304,13 +308,16 @@ def _is_kept(*steps: Any) -> bool:
 
 @short
 class HeadsCache(NamedTuple):
-    """Saved by `_heads` for backward."""
+    """Saved by `_heads` for backward: the caches of the norm and RoPE; None for absent steps.
+
+    Splitting into heads and adding positions need only the number of heads and a shape.
+    """
 
     all_norm: Any  # a norm of all heads together
     head_norm: Any  # a norm of each head
-    rope: Any
+    rope: Any  # of `ops.rope`
     n_heads: int
-    pos_shape: tuple[int, ...] | None
+    pos_shape: tuple[int, ...] | None  # of pos; None: no positions were added
 
     def backward(self, dheads: Array) -> tuple[Array, NormParams | None, Array | None]:
         """Gradients of y, norm_params and pos."""

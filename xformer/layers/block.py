@@ -267,9 +267,9 @@ def block_terms(
 
 @short
 class BlockCache(NamedTuple):
-    """Saved by `block` for backward."""
+    """Saved by `block` for backward: the caches of its two or three sublayers and their sums."""
 
-    chain: ResidualsCache
+    chain: ResidualsCache  # of self-attention, cross-attention if any, and feed-forward
 
     @property
     def attn(self) -> BranchCache:
@@ -312,7 +312,7 @@ class BlockCache(NamedTuple):
 
 @short
 class ParallelBlockCache(NamedTuple):
-    """Saved by a parallel `block` for backward."""
+    """Saved by a parallel `block` for backward: the cache of `parallels`, of both sublayers."""
 
     both: Any
 

@@ -84,9 +84,9 @@ def blocks(
 
 @short
 class BlocksCache(NamedTuple):
-    """Saved by `blocks` for backward."""
+    """Saved by `blocks` for backward: the cache of each layer, and which layers share a block."""
 
-    blocks: tuple[Any, ...]
+    blocks: tuple[Any, ...]  # the cache of each layer
     order: tuple[int, ...]  # the index of each layer's block
     own_memory: bool  # whether there was a memory for each layer
     kv_cache: tuple[KVCache, ...]  # of each layer, if one was given; then there is no backward

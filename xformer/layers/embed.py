@@ -198,18 +198,18 @@ def embed(
 
 @short
 class EmbedCache(NamedTuple):
-    """Saved by `embed` for backward."""
+    """Saved by `embed` for backward: the caches of its lookups and ops; None for absent steps."""
 
-    table: Any
-    positions: Any  # of the lookup of given positions
-    types: Any
+    table: Any  # of the lookup of token ids
+    positions: Any  # of the lookup of position ids; None: rows from `start` on were sliced
+    types: Any  # of the lookup of token types
     norm: Any
-    project: Any
+    project: Any  # of the linear layer to the model's width
     drop: Any  # of dropout; None without dropout
     config: EmbedConfig
-    pos_shape: tuple[int, ...] | None
+    pos_shape: tuple[int, ...] | None  # of the position vectors, to whose shape dpos is summed
     frozen: tuple[bool, ...]  # which of table, positions and types are frozen
-    start: Any
+    start: Any  # the position of the first token
 
     def backward(self, dx: Array, dpos: Array | None = None) -> EmbedParams:
         """Gradients of params; None for frozen ones. dpos: the gradient of pos in mode "qkv"."""

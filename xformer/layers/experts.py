@@ -110,14 +110,18 @@ def mixture(
 
 @short
 class MixtureCache(NamedTuple):
-    """Saved by `mixture` for backward. Auxiliary losses need `router_logits` and `ids` too."""
+    """Saved by `mixture` for backward: the caches of the router, the softmax and the experts.
+
+    `ids` tells which logits have a gradient from the experts. Auxiliary losses read
+    `router_logits` and `ids`.
+    """
 
     router_logits: Array  # (N, E)
     ids: Array  # (N, C), by falling logits
-    router: Any
-    softmax: Any
-    experts: Any  # of the kernel that ran
-    shape: tuple[int, ...]
+    router: Any  # of `layers.linear`
+    softmax: Any  # of the softmax that gives the weights of the experts
+    experts: Any  # of `ops.experts`
+    shape: tuple[int, ...]  # of x
     normalise: bool  # `ExpertsConfig.normalise`
     frozen: tuple[bool, ...]  # which of gate, up and down are frozen
 

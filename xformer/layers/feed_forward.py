@@ -95,13 +95,13 @@ def feed_forward(
 
 @short
 class FeedForwardCache(NamedTuple):
-    """Saved by `feed_forward` for backward."""
+    """Saved by `feed_forward` for backward: the caches of its linear layers and ops."""
 
-    up: Any  # of the gate too
+    up: Any  # of the first linear layer; with a gate, of `linear_many` for up and gate
     gated: bool
-    act: Any
-    drop: Any
-    down: Any
+    act: Any  # of the activation, or of `ops.glu`
+    drop: Any  # of `ops.dropout`
+    down: Any  # of the second linear layer
 
     def backward(self, dy: Array) -> tuple[Array, FeedForwardParams]:
         """Gradients of x and params."""

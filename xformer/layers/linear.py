@@ -61,9 +61,9 @@ def linear(x: Array, params: LinearParams | LoRAParams) -> tuple[Array, LinearCa
 
 @short
 class LinearCache(NamedTuple):
-    """Saved by `linear` for backward."""
+    """Saved by `linear` for backward: the cache of the op, and whether b is frozen."""
 
-    op: Any  # of the kernel that ran
+    op: Any  # of the kernel that ran; it computes no dw if w is frozen
     frozen_b: bool
 
     def backward(self, dy: Array) -> tuple[Array, LinearParams]:
@@ -74,7 +74,7 @@ class LinearCache(NamedTuple):
 
 @short
 class LoRACache(NamedTuple):
-    """Saved by `linear` with an adapter for backward."""
+    """Saved by `linear` with a LoRA adapter for backward: the caches of its three products."""
 
     base: Any  # cache of x w + b
     down: Any  # cache of x a
@@ -104,7 +104,7 @@ def linear_many(
 
 @short
 class LinearsCache(NamedTuple):
-    """Saved by `linear_many` for backward."""
+    """Saved by `linear_many` for backward: the cache of each linear layer."""
 
     maps: tuple[LinearCache | LoRACache, ...]
 

@@ -67,9 +67,9 @@ def norm(x: Array, params: NormParams, *, config: NormConfig) -> tuple[Array, No
 
 @short
 class NormCache(NamedTuple):
-    """Saved by `norm` for backward."""
+    """Saved by `norm` for backward: the cache of the norm's op, and which parameters are frozen."""
 
-    norm: Any
+    norm: Any  # of `ops.layer_norm` or `ops.rms_norm`
     frozen_w: bool
     frozen_b: bool
 
@@ -97,7 +97,7 @@ def add_norm(
 
 @short
 class AddNormCache(NamedTuple):
-    """Saved by `add_norm` for backward."""
+    """Saved by `add_norm` for backward: the cache of the norm. The sum has the derivative 1."""
 
     norm: NormCache
     has_r: bool

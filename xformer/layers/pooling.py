@@ -45,7 +45,7 @@ def pool(x: Array, *, pooling: str = "mean", mask: Array | None = None) -> tuple
 
 @short
 class PoolCache(NamedTuple):
-    """Saved by `pool` for backward."""
+    """Saved by `pool` for backward: the weights of the tokens. y is linear in x."""
 
     weights: Array  # (B, 1, T)
 

@@ -101,9 +101,12 @@ def relative_bias(
 
 @short
 class RelativeBiasCache(NamedTuple):
-    """Saved by `relative_bias` for backward."""
+    """Saved by `relative_bias` for backward: the lookup's cache, with each pair's bucket.
 
-    embedding: Any
+    The bias is a copy of rows of the table, so its gradient needs no values.
+    """
+
+    embedding: Any  # of `ops.embedding`, with ids (T, S)
 
     def backward(self, dbias: Array) -> Array:
         """dtable: the sum of dbias over the pairs of each bucket."""

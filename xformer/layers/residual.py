@@ -53,7 +53,7 @@ def residual(
 
 @short
 class ResidualCache(NamedTuple):
-    """Saved by `residual` for backward."""
+    """Saved by `residual` for backward: the cache of `residuals` with one branch."""
 
     chain: ResidualsCache
 
@@ -142,7 +142,7 @@ class BranchCache(NamedTuple):
 
 @short
 class ResidualsCache(NamedTuple):
-    """Saved by `residuals` for backward."""
+    """Saved by `residuals` for backward: the cache of each branch and its sum."""
 
     branches: tuple[BranchCache, ...]
     post: bool  # norm(x + f(x)), not x + f(norm(x))
@@ -244,12 +244,12 @@ def parallels(
 
 @short
 class ParallelCache(NamedTuple):
-    """Saved by `parallel` for backward."""
+    """Saved by `parallel` for backward: the caches of both sublayers, their norms and dropout."""
 
     norm: Any  # of `add_norm`
-    second_norm: Any
-    first: Any
-    second: Any
+    second_norm: Any  # None: g reads the output of the first norm
+    first: Any  # of f
+    second: Any  # of g
     first_drop: Any
     second_drop: Any
 

@@ -164,14 +164,14 @@ def stack(
 
 @short
 class StackCache(NamedTuple):
-    """Saved by `stack` for backward."""
+    """Saved by `stack` for backward: the caches of the layers and of the steps around them."""
 
     layers: Any  # of `layers.blocks`
-    norm: Any
-    memory: Any
-    drop: Any
-    relative_bias: Any
-    bias_shape: tuple[int, ...] | None
+    norm: Any  # of the final norm; None: no final norm
+    memory: Any  # of `key_value` for all layers; None: there is no shared projection
+    drop: Any  # of `ops.dropout`
+    relative_bias: Any  # of `layers.relative_bias`; None: no relative bias
+    bias_shape: tuple[int, ...] | None  # of the argument bias
     frozen_relative_bias: bool
 
     @property

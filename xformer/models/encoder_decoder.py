@@ -493,10 +493,10 @@ class EncoderDecoderState(NamedTuple):
 
 @short
 class EncodeCache(NamedTuple):
-    """Saved by `EncoderDecoder.encode` for backward."""
+    """Saved by `EncoderDecoder.encode` for backward: the caches of the embedding and encoder."""
 
-    embed: Any
-    stack: Any
+    embed: Any  # of `layers.embed`; None: src has vectors instead of token ids
+    stack: Any  # of `layers.stack`
 
     def backward(self, dmemory: Array, dpos: Array | None) -> tuple[Any, ...]:
         """Gradients of the source's embedding, the encoder, and src; None for src of token ids."""
@@ -509,11 +509,14 @@ class EncodeCache(NamedTuple):
 
 @short
 class DecodeCache(NamedTuple):
-    """Saved by `decode_target` for backward. For a loss, dy is the gradient of the scalar loss."""
+    """Saved by `decode_target` for backward: the caches of embedding, decoder and head.
 
-    embed: Any
-    stack: Any
-    head: Any
+    For a loss, dy is the gradient of the scalar loss.
+    """
+
+    embed: Any  # of `layers.embed`; None: tgt has vectors instead of token ids
+    stack: Any  # of `layers.stack`
+    head: Any  # of the head, or of its loss; None: no head
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
         """Gradients of the target's embedding, decoder, head, memory, memory_pos and tgt."""

@@ -213,14 +213,14 @@ class ClassifierParams(NamedTuple):
 
 @short
 class ClassifierCache(NamedTuple):
-    """Saved by `Classifier.forward` for backward."""
+    """Saved by `Classifier.forward` for backward: the cache of each step, in order."""
 
-    pool: Any
-    before: Any
-    dense: Any
-    act: Any
-    drop: Any
-    out: Any
+    pool: Any  # of `layers.pool`
+    before: Any  # of dropout before the dense layer; None, like dense and act, without it
+    dense: Any  # of `layers.linear`
+    act: Any  # of the activation
+    drop: Any  # of dropout before the last layer
+    out: Any  # of `layers.linear`, to the logits
 
     def backward(self, dlogits: Array) -> tuple[Array, ClassifierParams, None]:
         """Gradients of x and params, and None: the table is not used."""
@@ -264,7 +264,7 @@ class Pooler:
 
 @short
 class PoolerCache(NamedTuple):
-    """Saved by `Pooler.forward` for backward."""
+    """Saved by `Pooler.forward` for backward: params, whose gradient is zeros of their shapes."""
 
     params: LinearParams
 
@@ -275,10 +275,10 @@ class PoolerCache(NamedTuple):
 
 @short
 class PooledCache(NamedTuple):
-    """Saved by `Pooler.pooled` for backward."""
+    """Saved by `Pooler.pooled` for backward: the caches of the linear layer and of tanh."""
 
-    linear: Any
-    act: Any
+    linear: Any  # of `layers.linear`
+    act: Any  # of `ops.tanh`
 
     def backward(self, dy: Array) -> tuple[Array, LinearParams]:
         """Gradients of x and params."""

@@ -460,10 +460,10 @@ class LanguageModelParams(NamedTuple):
 
 @short
 class HiddenCache(NamedTuple):
-    """Saved by `LanguageModel.hidden` for backward."""
+    """Saved by `LanguageModel.hidden` for backward: the caches of the embedding and the stack."""
 
-    embed: Any
-    stack: Any
+    embed: Any  # of `layers.embed`; None: the input is vectors, not token ids
+    stack: Any  # of `layers.stack`
 
     def backward(
         self, dx: Array, drouter_logits: tuple[Any, ...] | None = None
@@ -483,10 +483,13 @@ class HiddenCache(NamedTuple):
 
 @short
 class LanguageModelCache(NamedTuple):
-    """Saved by `LanguageModel.forward` and `loss` for backward. For a loss, dy is dloss."""
+    """Saved by `LanguageModel.forward` and `loss` for backward: two caches.
+
+    For a loss, dy is dloss.
+    """
 
     hidden: HiddenCache
-    head: Any
+    head: Any  # of the head, or of its loss; None: no head
 
     def backward(
         self, dy: Array, drouter_logits: tuple[Any, ...] | None = None
@@ -513,7 +516,10 @@ class LanguageModelCache(NamedTuple):
 
 @short
 class BalancedLossCache(NamedTuple):
-    """Saved by `LanguageModel.loss` for backward, if the routers have losses."""
+    """Saved by `LanguageModel.loss` for backward, if the routers have auxiliary losses.
+
+    The caches of the cross-entropy and of the auxiliary losses.
+    """
 
     tokens: LossCache[LanguageModelParams]
     routers: RouterLossCache

@@ -22,10 +22,10 @@ def cross_entropy_of(
 
 @short
 class LogitsLossCache(NamedTuple):
-    """Saved by `cross_entropy_of` for backward."""
+    """Saved by `cross_entropy_of` for backward: the caches of the logits and of the loss."""
 
-    logits: Any
-    loss: Any
+    logits: Any  # its backward takes dlogits
+    loss: Any  # of `ops.cross_entropy`
 
     def backward(self, dloss: Array | None = None) -> Any:
         """Gradients, as the backward of the logits' cache returns them. dloss: None: 1."""
@@ -47,10 +47,10 @@ def linear_loss(
 
 @short
 class LossCache(NamedTuple, Generic[Tree]):
-    """Saved by a model's `loss` for backward."""
+    """Saved by a model's `loss` for backward: the cache of all its steps, and the loss."""
 
     model: Any  # its backward takes dloss
-    value: Array  # (), the loss
+    value: Array  # (), the loss; gives the dtype and device of the default dloss
 
     def backward(self, dloss: Array | None = None) -> Tree:
         """Gradients of the model's parameters. dloss: None: 1."""

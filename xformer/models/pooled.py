@@ -39,12 +39,12 @@ def pool_hidden(
 
 @short
 class PooledCache(NamedTuple):
-    """Saved by `LanguageModel.pooled` for backward."""
+    """Saved by `LanguageModel.pooled` for backward: the caches of the model and of each step."""
 
-    hidden: Any
-    pool: Any
-    pooler: Any
-    norm: Any
+    hidden: Any  # of `LanguageModel.hidden`
+    pool: Any  # of `layers.pool`
+    pooler: Any  # of `Pooler.pooled`; None for another pooling
+    norm: Any  # of `ops.l2_normalize`; None if the vectors are not normalised
     head: Any  # the head's parameters; if they were not used, their gradient is zeros of this shape
 
     def backward(self, dy: Array) -> Any:

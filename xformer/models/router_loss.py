@@ -37,11 +37,11 @@ def router_loss(
 
 @short
 class RouterLossCache(NamedTuple):
-    """Saved by the auxiliary losses of routers for backward."""
+    """Saved by the auxiliary losses of routers for backward: the cache of both losses."""
 
-    balance: Any
-    z: Any
-    weights: tuple[float, float]
+    balance: Any  # of `ops.load_balancing`
+    z: Any  # of `ops.router_z_loss`
+    weights: tuple[float, float]  # of both losses
     layers: tuple[int, ...]  # indices of the layers with a router
     n_layers: int
 

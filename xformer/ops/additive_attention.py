@@ -55,7 +55,7 @@ def additive_attention(
 
 @short
 class AdditiveAttentionCache(NamedTuple):
-    """Saved by `additive_attention` for backward.
+    """Saved by `additive_attention` for backward: the inputs and the probabilities.
 
     `hidden`, of shape (B, H, T, S, A), is not saved. Backward computes it again from q and k, one
     block of queries after the other. The mask is not needed, because probs is 0 where it forbids.

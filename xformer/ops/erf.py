@@ -70,7 +70,7 @@ def erf(x: Array) -> tuple[Array, ErfCache]:
 
 @short
 class ErfCache(NamedTuple):
-    """Saved by `erf` for backward."""
+    """Saved by `erf` for backward: x, from which the derivative is computed."""
 
     x: Array
 

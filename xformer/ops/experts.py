@@ -60,7 +60,10 @@ def experts(
 
 @short
 class ExpertsCache(NamedTuple):
-    """Saved by `experts` for backward."""
+    """Saved by `experts` for backward: the inputs, and the hidden units of each expert.
+
+    The output of an expert is not saved: the gradients depend only on its inputs and hidden units.
+    """
 
     x: Array  # (N, D)
     w_gate: Array  # (E, D, F)

@@ -39,7 +39,7 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
 
 @short
 class GeluCache(NamedTuple):
-    """Saved by `gelu` for backward."""
+    """Saved by `gelu` for backward: x. Phi and its derivative are computed from x."""
 
     x: Array
     approximate: str

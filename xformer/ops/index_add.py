@@ -41,7 +41,7 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
 
 @short
 class IndexAddCache(NamedTuple):
-    """Saved by `index_add` for backward."""
+    """Saved by `index_add` for backward: the ids. The op is linear, so x and y are not needed."""
 
     ids: Array  # (N,)
     shape: tuple[int, int]  # (V, D)

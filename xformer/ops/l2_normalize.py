@@ -31,7 +31,7 @@ def l2_normalize(x: Array, *, eps: float = 1e-12) -> tuple[Array, L2NormalizeCac
 
 @short
 class L2NormalizeCache(NamedTuple):
-    """Saved by `l2_normalize` for backward."""
+    """Saved by `l2_normalize` for backward: y and the norms of x. x itself is not needed."""
 
     y: Array  # (..., D)
     norm: Array  # (..., 1), of x

@@ -43,7 +43,7 @@ def layer_norm(
 
 @short
 class LayerNormCache(NamedTuple):
-    """Saved by `layer_norm` for backward, which computes xhat from it."""
+    """Saved by `layer_norm` for backward: x, w, and mean and rstd of each row, for xhat."""
 
     x: Array  # (..., D)
     w: Array  # (D,)

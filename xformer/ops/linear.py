@@ -38,7 +38,7 @@ def linear(
 
 @short
 class LinearCache(NamedTuple):
-    """Saved by `linear` for backward."""
+    """Saved by `linear` for backward: x for dw (not if w is not trained), and w for dx."""
 
     x: Array | None  # (..., I); None: w is not trained
     w: Array  # (I, O)

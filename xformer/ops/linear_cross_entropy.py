@@ -52,7 +52,7 @@ def linear_cross_entropy(
 
 @short
 class LinearCrossEntropyCache(NamedTuple):
-    """Saved by `linear_cross_entropy` for backward."""
+    """Saved by `linear_cross_entropy` for backward: the caches of `linear` and `cross_entropy`."""
 
     linear: Any  # of `linear`
     loss: Any  # of `cross_entropy`

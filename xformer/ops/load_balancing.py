@@ -50,11 +50,14 @@ def load_balancing(
 
 @short
 class LoadBalancingCache(NamedTuple):
-    """Saved by `load_balancing` for backward."""
+    """Saved by `load_balancing` for backward: f, the weight of each row, and the probabilities.
+
+    The ids are not saved: the loss depends on them only through f, a constant for the gradient.
+    """
 
     f: Array  # (E,)
     weight: Array  # (N,): 1 / (rows that count), or 0
-    softmax: Any
+    softmax: Any  # the cache of the softmax of the logits, with the probabilities
 
     def backward(self, dloss: Array | None = None) -> Array:
         """dlogits = E * dloss * weight * probs * (f - sum(f * probs)), the sum over experts."""

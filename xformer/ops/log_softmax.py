@@ -30,7 +30,7 @@ def log_softmax(x: Array, *, axis: int = -1) -> tuple[Array, LogSoftmaxCache]:
 
 @short
 class LogSoftmaxCache(NamedTuple):
-    """Saved by `log_softmax` for backward."""
+    """Saved by `log_softmax` for backward: y, because the softmax is exp(y). x is not needed."""
 
     y: Array  # shape of x
     axis: int

@@ -30,7 +30,7 @@ def mse(x: Array, y: Array) -> tuple[Array, MseCache]:
 
 @short
 class MseCache(NamedTuple):
-    """Saved by `mse` for backward."""
+    """Saved by `mse` for backward: x - y, to which both gradients are proportional."""
 
     diff: Array  # x - y
 

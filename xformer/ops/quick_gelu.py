@@ -32,7 +32,7 @@ def quick_gelu(x: Array) -> tuple[Array, QuickGeluCache]:
 
 @short
 class QuickGeluCache(NamedTuple):
-    """Saved by `quick_gelu` for backward."""
+    """Saved by `quick_gelu` for backward: x. The sigmoid is computed again."""
 
     x: Array
 

@@ -25,7 +25,7 @@ def relu_squared(x: Array) -> tuple[Array, ReluSquaredCache]:
 
 @short
 class ReluSquaredCache(NamedTuple):
-    """Saved by `relu_squared` for backward."""
+    """Saved by `relu_squared` for backward: x, from which the derivative is computed."""
 
     x: Array
 

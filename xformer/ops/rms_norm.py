@@ -40,7 +40,7 @@ def rms_norm(
 
 @short
 class RmsNormCache(NamedTuple):
-    """Saved by `rms_norm` for backward, which computes xhat from it."""
+    """Saved by `rms_norm` for backward: x, w and 1 / RMS of each row, which give xhat again."""
 
     x: Array  # (..., D)
     w: Array | None  # (D,)

@@ -90,13 +90,18 @@ def sdpa(
 
 @short
 class SdpaCache(NamedTuple):
-    """Saved by `sdpa` for backward."""
+    """Saved by `sdpa` for backward: q, k, v and the probabilities before dropout.
+
+    The scores are not needed: the derivative of the softmax depends only on the probabilities. Mask
+    and window are not needed, because the probabilities are 0 where they forbid a key. Scores for a
+    softcap and the dropout mask are computed again.
+    """
 
     q: Array  # (B, H, T, K)
     k: Array  # (B, G, S, K)
     v: Array  # (B, G, S, M)
     probs: Array  # (B, H, T, S), before dropout
-    shares: Array | None  # (B, H, T, 1), of the sinks
+    shares: Array | None  # (B, H, T, 1), the probabilities of the sinks
     scale: float
     softcap: float | None
     bias_shape: tuple[int, ...] | None

@@ -76,7 +76,11 @@ def shaw(
 
 @short
 class ShawCache(NamedTuple):
-    """Saved by `shaw` for backward."""
+    """Saved by `shaw` for backward: the inputs and the probabilities before dropout.
+
+    The scores are not needed: the derivative of the softmax depends only on the probabilities. The
+    mask is not needed, because the probabilities are 0 where it forbids a key.
+    """
 
     q: Array  # (B, H, T, K)
     k: Array  # (B, G, S, K)
@@ -85,7 +89,7 @@ class ShawCache(NamedTuple):
     rel_v: Array | None  # (2L+1, M)
     probs: Array  # (B, H, T, S), before dropout
     scale: float
-    drop: DropoutCache
+    drop: DropoutCache  # generates the dropout mask again
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, Array, Array | None]:
         """dq, dk, dv, drel_k and drel_v. `gather` is the transpose of `spread`, and vice versa."""

@@ -26,7 +26,7 @@ def sigmoid(x: Array) -> tuple[Array, SigmoidCache]:
 
 @short
 class SigmoidCache(NamedTuple):
-    """Saved by `sigmoid` for backward."""
+    """Saved by `sigmoid` for backward: y, because the derivative is y (1 - y). x is not needed."""
 
     y: Array  # shape of x
 

@@ -30,7 +30,7 @@ def silu(x: Array) -> tuple[Array, SiluCache]:
 
 @short
 class SiluCache(NamedTuple):
-    """Saved by `silu` for backward."""
+    """Saved by `silu` for backward: x. The sigmoid is computed again."""
 
     x: Array
 

@@ -28,7 +28,7 @@ def softcap(x: Array, *, cap: float) -> tuple[Array, SoftcapCache]:
 
 @short
 class SoftcapCache(NamedTuple):
-    """Saved by `softcap` for backward."""
+    """Saved by `softcap` for backward: y, which gives the derivative 1 - (y / cap)^2."""
 
     y: Array  # shape of x
     cap: float
