@@ -307,9 +307,10 @@ def backend_of(library: str, device: str | None) -> backends.Backend:
 
 @contextmanager
 def capturing(device: str | None) -> Iterator[None]:
-    """Within this context, raise the warning that a step is not a CUDA graph as an error.
+    """Within this context, raise RuntimeWarning if a step cannot be captured as a CUDA graph.
 
-    Other warnings stay warnings. On the stand-in, matmuls are by cuBLASLt's stand-in.
+    The library only warns about it. Other warnings stay warnings.
+    device: of a shape; for STAND_IN, a stand-in of cuBLASLt computes the matmuls
     """
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

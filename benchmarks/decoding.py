@@ -98,10 +98,16 @@ def measure(
     tick: Callable[[], Any] = lambda: None,
     names: Sequence[str] = NAMES,
 ) -> dict[str, Any]:
-    """Compare the texts of all contestants, then time them in interleaved rounds.
+    """Compare the texts that all contestants generate, then return times per token, for the JSON.
 
-    tick: called after each timed run. names: the contestants; PEER must be one of them.
-    Returns the result for the JSON. Raises Disagreement if texts differ.
+    Each contestant is a process. The prompt is random, and decoding is greedy.
+
+    text: the model's config, the lengths of prompt and generated text
+    rounds: timed rounds, after one that warms up; each round runs each contestant once
+    tick: is called after each run
+    names: the contestants; PEER must be one of them, because ratios are to its time
+
+    Raises Disagreement if a contestant's tokens differ from PEER's.
     """
     model = pretrained.model(text.config)
     rng = np.random.default_rng(0)

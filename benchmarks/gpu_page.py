@@ -70,7 +70,10 @@ def short(what: str) -> str:
 
 
 def warned(rows: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return a line for each warning of a contestant; rows: by name."""
+    """Return the lines of `report.warned`, each shortened by `short`.
+
+    rows: the result of each contestant, by name
+    """
     return [f"{short(what)}." for what in report.warned(rows)]
 
 

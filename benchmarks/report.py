@@ -42,7 +42,11 @@ def further(result: dict[str, Any]) -> str:
 
 
 def warned(rows: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return a line for each warning of a contestant (that another kernel runs); rows: by name."""
+    """Return a line "NAME warned: TEXT" for each warning of each contestant.
+
+    The library warns if another kernel runs than the measured one.
+    rows: the result of each contestant, by name; its "warnings" are a list of texts
+    """
     texts = {name: row.get("warnings", []) for name, row in rows.items()}
     return [f"{name} warned: {text}" for name, warnings in texts.items() for text in warnings]
 

@@ -51,7 +51,10 @@ class Kernel(NamedTuple):
 
 
 class Refused(TypeError):
-    """An array type is not supported; `got` says why."""
+    """Raised by `library_of` for an array type that a backend rejects, such as some subclasses.
+
+    got: the type and the reason, for messages that end with "got ..."
+    """
 
     def __init__(self, got: str) -> None:
         super().__init__(f"an array must be of a library's own type, got {got}")

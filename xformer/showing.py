@@ -37,7 +37,11 @@ def line(node: Any) -> str:
 
 
 def rows(node: Any) -> list[tuple[str, str, str, str]]:
-    """Name, shape, dtype and bytes of each array; numbers as they are."""
+    """(name, shape, dtype, size) of each leaf of a tree, as text.
+
+    For an array: ("w", "4 x 8", "float32", "128 B"). For another leaf, whose `repr` is cut to 40
+    characters: ("eps", "", "float", "1e-05").
+    """
     listed = []
     for name, leaf in tree.flatten(node).items():
         leaf = tree.value(leaf)
@@ -50,7 +54,7 @@ def rows(node: Any) -> list[tuple[str, str, str, str]]:
 
 
 def table(node: Any) -> str:
-    """The rows as text, under the line of `repr`."""
+    """The `repr` of a tree, then a text table with name, shape, dtype and size of each leaf."""
     lines = [("name", "shape", "dtype", "size"), *rows(node)]
     widths = [max(len(row[i]) for row in lines) for i in range(4)]
     text = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in lines)

@@ -129,15 +129,21 @@ def trace() -> Iterator[Trace]:
 
 @dataclass(frozen=True)
 class _Recorder:
-    """The observer of a trace at one depth."""
+    """The observer of a trace: wraps the implementation of each op, so that its calls are recorded.
 
-    steps: Trace
-    calls: Iterator[int]
-    depth: int
-    thread: int  # that the trace was opened in; kernels copy its context to their threads
+    While an op runs, a recorder with depth + 1 is the observer: it records the ops within this op.
+    """
+
+    steps: Trace  # gets a Step for each call
+    calls: Iterator[int]  # numbers of the calls, shared by all depths
+    depth: int  # the number of ops that are running
+    thread: int  # that the trace was opened in; others are not recorded
 
     def __call__(self, op: Op, run: Run) -> Run:
-        """`run`, an implementation of `op`, recorded."""
+        """A function that calls `run`, an implementation of `op`, and records the call.
+
+        The backward of the returned cache is recorded too.
+        """
         if threading.get_ident() != self.thread:
             return run
 
@@ -157,7 +163,10 @@ class _Recorder:
         return recorded
 
     def backward(self, op: Op, call: int, run: Run, *args: Any, **kwargs: Any) -> Any:
-        """run(cache, *dys), the backward of an op, recorded."""
+        """Call run(*args), the backward of the op's call number `call`, and record it.
+
+        args: the cache, then the gradients of the op's results
+        """
         begin = len(self.steps)
         result = self.within(run, *args, **kwargs)
         are_many = isinstance(result, tuple) and not hasattr(result, "_fields")
@@ -176,7 +185,7 @@ class _Recorder:
 
 
 def _recording(cache: Any, op: Op, call: int) -> Any:
-    """A copy of `cache`, of a subclass of its type, whose backward is recorded where a trace is."""
+    """A copy of `cache`, of a subclass of its type, whose backward is recorded within a trace."""
     kind: Any = type(cache)
 
     def backward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,11 @@ def heads_beside(
 
 
 def step_of(x: Array) -> int:
-    """Return the elements from one token to the next in an array (B, T, H, K) of `heads_beside`."""
+    """Return the stride of axis T of x (B, T, H, K) in elements: from one token to the next.
+
+    x: an array of `heads_beside`, whose B * T tokens all have this distance. If T = 1 it is the
+        stride of axis B. If B * T < 2 it is H * K.
+    """
     n_batch, n_rows, n_heads, width = x.shape
     if n_batch * n_rows < 2:
         return int(n_heads * width)

@@ -85,10 +85,13 @@ def _folder() -> Iterator[None]:
 
 
 def _adapt_cache(cache: Any) -> None:
-    """Make a numba cache safe for several processes, and dependent on all files of loops.
+    """Change numba's disk cache of a function in place: lock writes, and detect all stale code.
 
-    numba compares only the file of the function, but the machine code includes functions of other
-    files.
+    Writes take a lock, because several processes may write at once. Machine code on disk is valid
+    while all Python files of this folder are unchanged. numba checks only the file of the function,
+    but the machine code includes functions of other files.
+
+    cache: the `_cache` of a numba dispatcher
     """
     cache.save_overload = partial(_save, cache.save_overload, Path(cache.cache_path))
     cache._cache_file._source_stamp = _sources()

@@ -89,7 +89,12 @@ class Task:
         return self._known(ids + [end] * (end is not None and ids[-1:] != [end]))
 
     def _cut(self, text: str, most: int) -> np.ndarray:
-        """`_ended`, cut to `most` ids at the tokenizer's truncation_side."""
+        """The ids of `_ended`, at most `most`, truncated at the tokenizer's truncation_side.
+
+        If the ids are more than `most`: with "right" the last ids are dropped, including the end
+        token. With "left" the text loses its first tokens; the special tokens and the end token
+        stay.
+        """
         ids = self._ended(text)
         if len(ids) <= most or self.tokenizer.truncation_side == "right":
             return ids[:most]

@@ -51,9 +51,13 @@ def replaced(model: Any, params: Any, tensors: Mapping[str, Tensor], path: Path)
 
 
 def _leaves(link: Link, tensor: Tensor, leaves: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The model's parameters that a tensor of the adapter's file replaces, by name.
+    """New leaves, by name, with the numbers of one tensor of the adapter's file.
 
-    PretrainedError if the tensor has another shape than the model expects.
+    link: of the tensor to one leaf or several
+    leaves: of the model, by name; new leaves are on their device, in float64 if theirs is, else in
+        float32
+    path: of the adapter's file, for the error message
+    PretrainedError if the tensor has another shape than the leaves require.
     """
     (wanted,) = link.shapes({name: leaves[name].shape for name in link.ours}).values()
     if tensor.shape != wanted:

@@ -19,13 +19,13 @@ SHOWN = 10  # most unknown characters in an error message
 
 @dataclass(frozen=True)
 class Bytes:
-    """UTF-8 bytes as token ids. Every text can be encoded, and every model has the same ids."""
+    """UTF-8 bytes as token ids. Every valid text can be encoded; all models have the same ids."""
 
     size = 256  # of the vocabulary
     bos_id = eos_id = None  # no byte begins or ends a text
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of `text`."""
+        """The UTF-8 bytes of `text`, ids 0 to 255. UnicodeEncodeError for a lone surrogate."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -33,7 +33,7 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
     def array(self, text: str) -> np.ndarray:
-        """The bytes of `text`, (N,) uint8."""
+        """The UTF-8 bytes of `text`, (N,) uint8. UnicodeEncodeError for a lone surrogate."""
         return np.frombuffer(text.encode(), np.uint8)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -73,7 +73,7 @@ class Characters:
         return len(self.characters)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`. ValueError, which names them, for unknown characters."""
+        """The ids of `text`. ValueError, with their list, for unknown characters."""
         ids: list[int] = self.array(text).tolist()
         return ids
 
@@ -86,7 +86,7 @@ class Characters:
         return "".join(self.characters[i] for i in ids)
 
     def array(self, text: str) -> np.ndarray:
-        """The ids of `text`, (N,) int64. ValueError, which names them, for unknown characters."""
+        """The ids of `text`, (N,) int64. ValueError, with their list, for unknown characters."""
         points = _points(text)
         ids = np.searchsorted(self._known, points)
         wrong = self._known[np.minimum(ids, self.size - 1)] != points

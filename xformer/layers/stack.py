@@ -100,16 +100,16 @@ def stack(
     x, y: (B, T, D)
     params: of each block; with fewer blocks than layers, equal runs of layers share a block
         (ALBERT, arXiv:1909.11942). With params.memory, the memory is projected to keys and values
-        once for all blocks.
+        once for all blocks. Without params.norm there is no final norm.
     memory: (B, S, D); for decoding, keys and values for each layer (`memory_of`); None without
         cross-attention
     bias, pos, memory_pos, rotary, mask, causal, memory_mask, dropout_key: of `layers.block`
-    configs: of each layer
+    configs: one for each layer
     relative_bias: the configuration of params.relative_bias; the relative bias is added to bias
     kv_cache: of each layer, for decoding. The cache then has the new KV caches, and nothing is
         saved for backward.
     n_cached: the number of tokens before x, including those that windows have dropped; for a static
-        KV cache an integer array ()
+        KV cache an integer array (). It is used only with relative_bias.
     dropout_rate: of y
     activation_checkpointing: each block saves only its arguments, and runs again in backward; the
         gradients are the same

@@ -132,7 +132,7 @@ class EncoderDecoder:
         return self.init_from(backends.get(backend).generator(seed, dtype))
 
     def init_from(self, rng: Generator) -> EncoderDecoderParams:
-        """Initial parameters, with random numbers from `rng`."""
+        """Initial parameters as from `init`, with random numbers, backend and dtype of `rng`."""
 
         def embedding(config: EmbedConfig | None) -> EmbedParams | None:
             if config is None:
@@ -343,9 +343,10 @@ class EncoderDecoder:
     def truncate(self, state: EncoderDecoderState, n: int) -> EncoderDecoderState:
         """`state` without the last `n` tokens of its target.
 
-        ValueError if there are fewer tokens, or if a layer's window has dropped keys that attention
-        needs again. If the state is static, the n tokens must have been decoded after
-        `preallocate`, which is not checked.
+        A static state is not checked: the n tokens must have been decoded after `preallocate`.
+
+        ValueError, for other states, if there are fewer than n tokens, or if a layer's window has
+        dropped keys that attention needs again.
         """
         if state.target.is_static:
             return state._replace(length=state.target.truncated_length(n))

@@ -107,7 +107,7 @@ class GPT:
         return self.init_from(backends.get(backend).generator(seed, dtype))
 
     def init_from(self, rng: Generator) -> LanguageModelParams:
-        """Initial parameters, with random numbers from `rng`."""
+        """Initial parameters as from `init`, with random numbers, backend and dtype of `rng`."""
         return self.network.init_from(rng)
 
     def forward(

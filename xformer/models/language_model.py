@@ -145,7 +145,7 @@ class LanguageModel:
         return self.init_from(backends.get(backend).generator(seed, dtype))
 
     def init_from(self, rng: Generator) -> LanguageModelParams:
-        """Initial parameters, with random numbers from `rng`."""
+        """Initial parameters as from `init`, with random numbers, backend and dtype of `rng`."""
         n_layers, width = len(self.blocks), self.d_model
         draw = partial(normal, std=width**-0.5)
         embedding = None if self.embed is None else self.embed.init(rng, draw=draw)
@@ -348,9 +348,11 @@ class LanguageModel:
     def truncate(self, state: DecodeState, n: int) -> DecodeState:
         """`state` without its last `n` tokens.
 
-        ValueError if there are fewer tokens, or if a layer's window has dropped keys that attention
-        needs again (truncate no more than the last `decode` added). If the state is static, the n
-        tokens must have been decoded after `preallocate`, which is not checked.
+        A static state is not checked: the n tokens must have been decoded after `preallocate`.
+
+        ValueError, for other states, if there are fewer than n tokens, or if a layer's window has
+        dropped keys that attention needs again. No such key is missing if n is at most the number
+        of tokens of the last `decode`.
         """
         if state.is_static:
             return state._replace(length=state.truncated_length(n))

@@ -24,9 +24,15 @@ def require_pooling(pooling: str, head: Any) -> None:
 def pool_hidden(
     x: Array, head: Any, params: Any, *, pooling: str, normalize: bool, mask: Array | None
 ) -> tuple[Array, tuple[Any, Any, Any]]:
-    """Vectors (B, D) of hidden states x (B, T, D), and the caches of pool, pooler and norm.
+    """One vector for each sequence, (B, D), and the caches of pool, pooler and norm.
 
-    head, params: a Pooler and its parameters, for pooling "pooler"
+    A cache is None if its step does not run.
+
+    x: (B, T, D), hidden states
+    head, params: a Pooler and its parameters; used only with pooling "pooler"
+    pooling: a name in `POOLINGS`, or "pooler": `head.pooled` of the first token
+    normalize: scale vectors to Euclidean norm 1
+    mask: (B, T), True = a token, False = padding; None: no padding
     """
     pooler = norm = None
     y, pool_cache = pool(x, pooling="first" if pooling == "pooler" else pooling, mask=mask)

@@ -77,7 +77,10 @@ class Tensors:
             fetch(data)
 
     def equal(self, a: str, b: str) -> bool:
-        """Whether two tensors have the same numbers. PretrainedError unless they are floats."""
+        """Whether tensors `a` and `b` have the same shape and numbers, in any floating dtypes.
+
+        NaN equals NaN. PretrainedError for a tensor that is not floating-point.
+        """
         return self._tensors[a].equals(self._tensors[b])
 
     def release(self, name: str) -> None:

@@ -163,9 +163,10 @@ class Tokenizer:
                 part.write_text(text, encoding="utf-8")
 
     def _cut(self, text: str, max_len: int) -> list[int]:
-        """The ids of a text with special tokens, truncated to max_len.
+        """At most max_len ids: the text is truncated, then special tokens are added around it.
 
-        `enable_truncation` would also truncate the texts that other threads encode.
+        The text loses tokens at `truncation_side`. The package's `enable_truncation` is not used,
+        because it would also truncate the texts that other threads encode.
         """
         limit = max_len - self._inner.num_special_tokens_to_add(False)
         with translated(self._where):

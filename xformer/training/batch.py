@@ -44,7 +44,10 @@ class Source(Protocol):
         """
 
     def fingerprint(self) -> str:
-        """A digest of the data, sizes and seed. A run can only be resumed with the same."""
+        """A digest of the data, sizes and seed.
+
+        A run can only be resumed with a source that has the same fingerprint.
+        """
 
 
 def padded(

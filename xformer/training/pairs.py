@@ -105,7 +105,7 @@ class Pairs:
             yield self._batch(bucket.members[places])
 
     def fingerprint(self) -> str:
-        """SHA-256 of all pairs, the sizes and the seed."""
+        """The SHA-256 of bos_id, eos_id, seed, multiple, the sizes and all pairs, in hex."""
         digest = hashlib.sha256(
             f"pairs {self.bos_id} {self.eos_id} {self.seed} {self.multiple} {self.sizes}".encode()
         )

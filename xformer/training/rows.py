@@ -55,7 +55,7 @@ class Rows:
             yield self.make([self.examples[j] for j in parts[number]], rng)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the examples, the sizes and the seed."""
+        """The SHA-256 of the number of examples, batch_size, seed and all examples, in hex."""
         digest = hashlib.sha256(f"rows {len(self.examples)} {self.batch_size} {self.seed}".encode())
         for example in self.examples:
             for part in map(np.asarray, example):

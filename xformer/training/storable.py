@@ -14,10 +14,15 @@ RESERVED = "__metadata__"  # a key of safetensors
 
 
 def require_storable(what: str, leaves: Mapping[str, Any], backend: Backend) -> None:
-    """TypeError or ValueError for the first leaf that cannot be stored.
+    """Raise TypeError or ValueError for the first leaf that a checkpoint cannot store.
 
-    TypeError unless it is an array of bool, integers or one of `backend.dtypes`. ValueError for a
-    name that a file cannot have. what: the beginning of the message.
+    what: the beginning of the error message
+    leaves: by name
+    backend: reads the checkpoint later; its `dtypes` are the floating dtypes that can be stored
+
+    TypeError for a leaf that is no array, and for an array with a dtype other than bool, integers
+    and `backend.dtypes`. ValueError for a name that safetensors reserves or that is no valid
+    Unicode.
     """
     able = f"arrays of bool, integers, {' or '.join(backend.dtypes)}"
     for name, leaf in leaves.items():

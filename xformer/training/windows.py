@@ -82,17 +82,18 @@ class Windows:
             yield self._cut(starts[i : i + size])
 
     def fingerprint(self) -> str:
-        """The SHA-256 of the sizes, the seed and the tokens.
+        """The SHA-256 of the number of tokens, length, batch_size, seed and the tokens, in hex.
 
-        For a large memory-mapped file without a known SHA-256, 1,024 runs of tokens are hashed,
-        spread over the file; changes between the runs are not detected.
+        If `sha256` is known, it is used for the tokens. Otherwise all tokens are hashed, except if
+        they are memory-mapped and more than 1,024^2: then 1,024 evenly spaced runs of 1,024 tokens
+        are hashed, and changes between these runs are not detected.
         """
         about = f"windows {len(self.tokens)} {self.length} {self.batch_size} {self.seed}"
         tokens = self.sha256 or self._sampled()
         return hashlib.sha256(f"{about} {tokens}".encode()).hexdigest()
 
     def _sampled(self) -> str:
-        """The SHA-256 of the tokens for any dtype; of some tokens for a large mapped file."""
+        """The SHA-256 of the tokens, the same for every dtype; of runs for a large mapped file."""
         n, digest = len(self.tokens), hashlib.sha256()
         is_large = getattr(self.tokens, "_mmap", None) is not None and n > RUNS**2
         starts = np.linspace(0, n - RUNS, RUNS).astype(np.int64) if is_large else range(0, n, STEP)

@@ -192,7 +192,10 @@ def differentiate_block(code: int, number: float, saved: Any, dy: Any, dx: Any) 
 
 @inlined
 def _tanh(x: Any) -> Any:
-    """Return tanh(x): a polynomial if |x| < `NEAR`, where 1 - exp(-2 |x|) would lose digits."""
+    """Return tanh(x) = sign(x) (1 - e) / (1 + e), e = exp(-2 |x|); a polynomial if |x| < `NEAR`.
+
+    For small |x|, e is close to 1, and 1 - e would lose digits.
+    """
     square = x * x
     p = P0 + square * (P1 + square * (P2 + square * (P3 + square * P4)))
     power = exp2(-TWO * LOG2_E * abs(x))

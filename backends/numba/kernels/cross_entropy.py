@@ -52,7 +52,12 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> tuple[Array, CrossEntropyCache]:
-    """Return the mean or sum of the losses, or the loss of each token (reduction "none")."""
+    """Record one instruction for the losses of all tokens, and return (loss, cache).
+
+    logits: (..., V)   targets: (...) integers in [0, V)   loss: (), or (...) for reduction "none"
+    For the formula and the options see `ops.cross_entropy`. Further instructions check and copy the
+    targets, and for "mean" and "sum" add the losses.
+    """
     options = checked_options(label_smoothing, z_loss, reduction, ignore_index)
     recorder = program.of([logits, targets])
     assert recorder is not None  # `unsupported` has checked this
@@ -75,7 +80,7 @@ def cross_entropy(
 
 @short
 class CrossEntropyCache(NamedTuple):
-    """Saved by `cross_entropy` for backward, which computes the softmax again."""
+    """Saved by `cross_entropy` for backward: logits and targets. Softmax is computed again."""
 
     logits: Array  # (N, V)
     targets: Array  # (N,), of `losses.Tokens`
@@ -84,7 +89,14 @@ class CrossEntropyCache(NamedTuple):
     shape: tuple[int, ...]  # of the logits
 
     def backward(self, dloss: Array | None = None) -> Array:
-        """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V)."""
+        """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V).
+
+        For each token: p = softmax(x) with x its logits, lse = log(sum(exp(x))), z = z_loss,
+        a = label_smoothing, V the number of classes. weight is 1 / number of tokens that are not
+        ignored for a mean, else 1. Ignored tokens have dlogits = 0.
+
+        dloss: (), or (...) for reduction "none"; None: 1   dlogits: (..., V)
+        """
         dloss = constant(np.ones((), np.float32)) if dloss is None else dloss
         logits, targets, weight, options, shape = self
         recorder = program_of(logits, targets, dloss)

@@ -51,9 +51,13 @@ class Operands(NamedTuple):
     def of(
         cls, attention: Attention, q: Array, k: Array, v: Array, bias: Any, sinks: Any, mask: Any
     ) -> Operands:
-        """Return the operands of a call of the op; arrays in an unreadable layout are copied.
+        """Return the operands of an `sdpa` call, for the instructions of forward and backward.
 
-        q (B, H, T, K), k (B, G, S, K), v (B, G, S, M); bias, sinks and mask may be None.
+        If the compiled loops cannot read the layout of an array, a copy of it is recorded.
+
+        attention: the options; only the step of the dropout key is used
+        q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)
+        bias, sinks, mask: of `ops.sdpa`, or None
         """
         step = 0 if attention.dropout_key is None else attention.dropout_key.step
         step = step if isinstance(step, Traced) else constant(np.array(step, np.int64))

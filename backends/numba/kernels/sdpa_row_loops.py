@@ -70,7 +70,10 @@ def apply_options(
 
 @inlined
 def _tanh(x: Any) -> Any:
-    """Return tanh(x): a polynomial if |x| < `NEAR`, where 1 - 2 / (1 + exp(2 x)) loses digits."""
+    """Return tanh(x) = 1 - 2 / (1 + exp(2 x)); a polynomial if |x| < `NEAR`.
+
+    For small |x|, the fraction is close to 1, and the difference would lose digits.
+    """
     z = x * x
     near = x + x * z * (P0 + z * (P1 + z * (P2 + z * (P3 + z * P4))))
     far = ONE - TWO / (ONE + exp2(TWO * LOG2_E * x))

@@ -129,7 +129,14 @@ def _walk(code: Any, ith: int, nth: int, counters: Any, thread_words: int) -> No
 
 @rowwise
 def _claim(code: Any, j: int, i: int, counters: Any, thread_words: int) -> bool:
-    """Claim and compute piece i of instruction j; return False if another thread has claimed it."""
+    """Claim and compute piece i of instruction j; return whether this thread has claimed it.
+
+    Returns False if another thread claimed it first, True also if nothing was computed because a
+    check has failed.
+
+    counters: addresses of the claims, of the pieces done, and of the number of failed checks
+    thread_words: the address of the words of this thread, see `_thread_words`
+    """
     claims, done, failed = counters
     claim = claims + 8 * (code[j, FIRST] + i)
     if read(claim) != 0 or count(claim) != 0:

@@ -111,7 +111,7 @@ class Mapped:
         return self._arrays[name].astype(dtype, copy=False)
 
     def equal(self, a: str, b: str) -> bool:
-        """Whether two tensors have the same numbers. NaN equals NaN."""
+        """Whether tensors `a` and `b` have the same shape and numbers. NaN equals NaN."""
         return bool(np.array_equal(self._arrays[a], self._arrays[b], equal_nan=True))
 
     def fetch(self, dtype: str) -> None:
