@@ -221,8 +221,6 @@ def test_numba_traces_a_program_as_one_step() -> None:
     for key, array in tree.flatten(plain).items():
         np.testing.assert_array_equal(tree.flatten(grads)[key], array, key)
     assert all(step.where for step in steps)
-    where = {step.op: step.where for step in steps if not step.is_backward}
-    assert where["blocks"].startswith("xformer/backends/numba/eager.py:")
     with xf.kernels("numba"), xf.trace() as steps:
         ops.gelu(np.ones((300, 400), np.float32))
     assert steps[0].where == "xformer/backends/numba/kernels/gelu.py"
