@@ -83,10 +83,11 @@ def section(name: str, found: dict[str, Any]) -> str:
         f"- Derivation: [{name}](derivations/{name}.md)",
     ]
     if op.has_backward:
-        lines.append(
-            f"- Proof: `xformer gradcheck --only {name}`; with torch and JAX "
-            f"`pytest tests/test_gradients.py -k {name}`{case_of(name)}"
-        )
+        lines += [
+            f"- Proof by finite differences: `xformer gradcheck --only {name}`",
+            "- Proof by the autograd of torch and JAX, if they are installed: "
+            f"`pytest tests/test_gradients.py -k {name}`{case_of(name)}",
+        ]
     lines.append(f"- Kernels: {'; '.join(kernels) or 'none, the reference runs'}")
     spent = dict(zip(TIMES[1:], cells(name, found), strict=True))
     listed = ", ".join(f"{who} {ms}" for who, ms in spent.items() if ms)
