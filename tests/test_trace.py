@@ -436,6 +436,7 @@ def test_the_command_shows_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_shows_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     command = ["trace", "--model", str(folder)]
     assert main([*command, "--text", "a fox", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -526,6 +527,7 @@ def test_bad_options_are_one_line(
 def test_bad_options_of_a_model(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     assert main(["trace", "--model", str(folder), "--layers", "3"]) == 1
     assert "--layers must be at most the model's 2, got 3" in capsys.readouterr().err
     for config, architecture, options, message in (
