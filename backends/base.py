@@ -74,7 +74,7 @@ class Backend:
         return self._from_host(host.astype(new_dtype.newbyteorder("="), copy=False))
 
     def to_numpy(self, array: Array) -> np.ndarray:
-        """Return the values of `array` as a NumPy array on the host."""
+        """Return `array` as a NumPy array on the host. It may share memory with `array`."""
         return np.asarray(array)
 
     def cast_params(self, params: Any, precision: str | None) -> Any:

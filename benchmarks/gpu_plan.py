@@ -42,18 +42,18 @@ LLAMA |= {"num_attention_heads": 4}
 
 
 class Plan(NamedTuple):
-    """The models, sizes and contestants of all sections, and the backend to run on."""
+    """What `benchmarks.gpu` runs: the backend, and each section's models, sizes and contestants."""
 
     backend: Backend
     steps: tuple[tuple[Shape, tuple[str, ...]], ...]  # training steps, and their contestants
-    texts: tuple[Shape, ...]  # of decoding; `length` counts the generated tokens
+    texts: tuple[Shape, ...]  # the shapes of decoding; `length` counts the generated tokens
     writers: tuple[str, ...]  # the contestants of decoding
-    sizes: Sizes  # of single kernels
-    lengths: Lengths  # of attention alone
-    curves: Curves
-    tests: tuple[str, ...]  # arguments of pytest
-    rounds: int
-    calls: int  # in a round of `gpu_kernels.costs`
+    sizes: Sizes  # sizes of the arrays of single kernels
+    lengths: Lengths  # sizes of the batches of attention alone
+    curves: Curves  # the models and numbers of steps of the loss curves
+    tests: tuple[str, ...]  # the arguments of pytest
+    rounds: int  # the rounds of every timing
+    calls: int  # the calls in a round of `gpu_kernels.costs`
 
 
 def planned(dry: bool) -> Plan:

@@ -51,7 +51,11 @@ _NO_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, of any library, means out of memory."""
+    """Return whether `error` means that the host or the device is out of memory.
+
+    This is true of a MemoryError, and of an error whose type or message says so, as errors of
+    torch, CuPy, CUDA's libraries and JAX do.
+    """
     text = f"{type(error).__name__}: {error}"
     return isinstance(error, MemoryError) or _NO_MEMORY.search(text) is not None
 

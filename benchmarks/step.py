@@ -63,9 +63,14 @@ def _norm(x: np.ndarray) -> float:
 
 
 class Check:
-    """Compares contestants with the judge.
+    """Compare contestants with the judge, which computes in float64.
 
-    The constructor runs the judge; its process has ended before the contestants start.
+    The constructor runs the judge once; the judge's process has then ended. Call
+    check(name, process) for each contestant, then finish(), which raises Disagreement if one was
+    wrong.
+
+    folder: has the files of `shapes.store`. The arrays of the judge and of the contestants are
+        written there.
     """
 
     def __init__(self, shape: Shape, folder: Path) -> None:
@@ -75,10 +80,10 @@ class Check:
             self.true = judge.ask(outcome={"path": str(self.truth)})
 
     def __call__(self, name: str, one: Any) -> float | None:
-        """Return the error of the contestant `name`, whose process is `one`.
+        """Return the largest relative error of the contestant `name`, whose process is `one`.
 
-        None means not compared: the contestant draws other dropout masks than the judge. An error
-        beyond the tolerance is added to `wrong`.
+        None: not compared, because the contestant draws other dropout masks than the judge. If the
+        error is above the shape's tolerance, a message is added to `wrong`, which `finish` raises.
         """
         losses = one.ask(outcome={"path": str(self.outcome)})
         if not contestants.is_judged(name, self.shape):

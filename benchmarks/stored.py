@@ -45,7 +45,10 @@ def default_name(result: dict[str, Any], question: str = "step") -> str:
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """Return the name of a machine's folder: its GPU or processor, and its number of CPUs."""
+    """Return the name of a machine's folder, such as "amd-epyc-2-cpus".
+
+    It has the GPU, or the processor if there is no GPU, and the number of CPUs.
+    """
     words = re.sub(r"\(R\)|\(TM\)", "", machine.get("gpu") or machine["cpu"])
     return re.sub(r"[^a-z0-9]+", "-", f"{words} {machine['cpus']} cpus".lower()).strip("-")
 

@@ -16,7 +16,7 @@ class StrictBackend(Backend):
     """Arrays of array-api-strict. They are moved from their device only by `to_device`."""
 
     def to_numpy(self, array: Array) -> np.ndarray:
-        """Return the values of `array` as a NumPy array on the host."""
+        """Return `array` as a NumPy array on the host. It may share memory with `array`."""
         return np.asarray(array.to_device(array_api_strict.Device("CPU_DEVICE")))
 
 

@@ -55,6 +55,7 @@ def layout(x: Array) -> tuple[bool, int] | None:
 
 @functools.lru_cache(KEPT)  # a model has few layouts, and a look-up is faster than computing them
 def _layout(shape: tuple[int, int], strides: tuple[int, int], size: int) -> tuple[bool, int] | None:
+    """Return `layout` of a matrix. strides: in bytes. size: bytes of an element."""
     (n, m), (row_stride, column_stride) = shape, strides
     if (column_stride == size or m == 1) and (n == 1 or row_stride >= m * size):
         return True, m if n == 1 else row_stride // size

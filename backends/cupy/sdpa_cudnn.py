@@ -195,7 +195,10 @@ def layout(x: Array) -> Layout:
 
 @functools.lru_cache(LAYOUTS)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...] | None, size: int) -> Layout:
-    """Return the layout of an array; strides: in bytes, None: it is contiguous."""
+    """Return the shape and the strides in elements of an array (B, H, T, K), for cuDNN.
+
+    strides: in bytes; None: the array is contiguous   size: bytes of an element
+    """
     whole = by_rows(*shape)
     if strides is None:
         return whole

@@ -30,13 +30,18 @@ ROUND = np.float32(1.5 * 2**23 + 127)  # adding it to a small float32 rounds to 
 def elementwise(fn: Any) -> Any:
     """Compile `fn` at its first call, with fast-math flags ELEMENTS.
 
-    The machine code is cached on disk and runs without the GIL.
+    LLVM may contract a product and a sum into one instruction. It may not reorder sums. The machine
+    code is cached on disk and runs without the GIL.
     """
     return _compiled(fn, ELEMENTS)
 
 
 def rowwise(fn: Any) -> Any:
-    """Compile `fn` as `elementwise` does, with flags ROWS: LLVM may reorder sums."""
+    """Compile `fn` at its first call, with fast-math flags ROWS: for loops that sum over a row.
+
+    LLVM may reorder the sums. It may not contract a product and a sum into one instruction. The
+    machine code is cached on disk and runs without the GIL.
+    """
     return _compiled(fn, ROWS)
 
 

@@ -81,13 +81,19 @@ def add_product(by: Any, scale: Any, a: Any, b: Any, keep: bool, out: Any) -> No
 
 @rowwise
 def _steps(order: int, step: int) -> Any:
-    """Return the strides in bytes between rows and between columns. order, step: of `_layout`."""
+    """Return the strides of a float32 matrix in bytes: (between rows, between columns).
+
+    order, step: the two results of `_layout` for the matrix
+    """
     return (4 * step, 4) if order == AS_IT_IS else (4, 4 * step)
 
 
 @rowwise
 def _layout(x: Any) -> Any:
-    """Return how CBLAS reads x (N, M): its order, and the leading dimension in elements.
+    """Return (order, step): how CBLAS reads x (N, M), float32 with contiguous rows or columns.
+
+    order: AS_IT_IS if the rows are contiguous, TRANSPOSED if the columns are
+    step: the stride between rows, or between columns, in elements (the leading dimension)
 
     The stride of an axis of length 1 may be any number.
     """

@@ -33,7 +33,7 @@ class TorchBackend(Backend):
         return self._on_cuda()
 
     def to_numpy(self, array: Array) -> np.ndarray:
-        """Return the values of a tensor as a NumPy array on the host."""
+        """Return a tensor as a NumPy array on the host. On the CPU both share memory."""
         host: np.ndarray = array.detach().cpu().numpy()
         return host
 

@@ -23,13 +23,16 @@ COLUMNS = 64  # on libraries that compile for every shape, a state's length is a
 
 
 class PrefilledPrompt(NamedTuple):
-    """A batch of texts that `prefill` read. Immutable: it can be continued many times."""
+    """A batch of B texts that `prefill` has read, with the model's state after them.
 
-    # Of each text, without padding. Of an encoder-decoder: of the target, not the source.
+    It is immutable, so generation can continue it many times.
+    """
+
+    # The token ids of each text, without padding. An encoder-decoder: of targets, not of sources.
     ids: tuple[tuple[int, ...], ...]
-    logits: Array  # (B, V), of the token after each text
-    state: Any  # the model's state of decoding
-    width: int  # tokens of the longest text, the length of the batch
+    logits: Array  # (B, V), for the token after each text
+    state: Any  # the model's decoding state after the texts
+    width: int  # the tokens that the model has read for each text, including padding
 
     def rows(self, rows: Sequence[int]) -> PrefilledPrompt:
         """The texts `rows`, in this order; a text may be repeated."""
@@ -249,7 +252,7 @@ def checked(prompts: Any) -> Ids:
 
 
 def _require_known(rows: Ids, embed: Any) -> None:
-    """ValueError for ids outside the vocabulary. Checked here, since ops on a device do not."""
+    """ValueError for an id outside [0, embed.vocab_size), which ops on a device do not check."""
     ids = np.asarray([i for row in rows for i in row])
     require_ids("prefill", "ids", ids, embed.vocab_size, ids)
 

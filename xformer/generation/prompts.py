@@ -52,10 +52,17 @@ def read_by_program(
 def encode_by_program(
     network: EncoderDecoder, params: Any, sources: Array, mask: Array | None
 ) -> EncoderDecoderState | None:
-    """As `EncoderDecoder.init_state` of sources (B, S); None if no program can encode them.
+    """The state of `EncoderDecoder.init_state` for sources (B, S), by a compiled program.
 
-    mask: (B, S), True = a token, False = padding; None: no padding. As `read_by_program`, but
-    sources are padded on the right.
+    mask: (B, S), True = a token, False = padding; None: no padding
+
+    A program is recorded for each of few lengths (`bucket`). Sources are padded on the right to one
+    of these lengths, and the padding is then removed from the state.
+
+    None, without encoding, in three cases:
+    - The encoder has no embedding.
+    - `records` excludes the backend or the dtype of params.
+    - Sources are longer than src_embed allows. `init_state` then raises the error.
     """
     if network.src_embed is None or not records(params):
         return None

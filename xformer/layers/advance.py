@@ -34,14 +34,22 @@ def advance(
 
     Nothing is saved for backward.
 
+    S is the number of keys: all tokens before x, also those that windows have dropped, and the new
+    tokens. If the KV cache is static, S is the number of slots.
+
     x: (B, T, D), the new tokens
+    params: of the stack (`StackParams.init`)
     memory: keys and values of the encoder's output for each layer (`memory_of`), or None
-    bias, pos, mask, memory_mask: of `layers.block`
-    configs: of each layer
-    kv_cache: of each layer, with the tokens before
-    n_cached: the number of tokens before, including those that windows have dropped; for a static
-        KV cache an integer array () (`KVCache.write_index`)
-    relative_bias, rotary: of `layers.stack`
+    bias: broadcasts to (B, H, T, S), added to the scores of the self-attention
+    pos: (T, K), added to queries, keys and values of the new tokens
+    configs: one for each layer
+    kv_cache: one for each layer, with the keys and values of the tokens before x
+    n_cached: the number of tokens before x, including those that windows have dropped; for a static
+        KV cache an integer array () (`KVCache.write_index`). It is used only with relative_bias.
+    relative_bias: the configuration of params.relative_bias, which is added to bias
+    rotary: RoPE tables of the new tokens
+    mask: boolean, broadcasts to (B, H, T, S), for the self-attention; True = may attend
+    memory_mask: the mask of the cross-attention
     ValueError for shapes and numbers that do not fit.
     """
     y, cache = stack(

@@ -35,7 +35,10 @@ class NormConfig:
             raise ValueError('norm: offset needs kind "rms"')
 
     def init(self, rng: Generator, width: int) -> NormParams:
-        """Initial parameters: offset + w = 1, and a bias of 0."""
+        """Initial parameters: w = 1 - offset, so that x is scaled by offset + w = 1; b = 0 or None.
+
+        width: D. b is None for kind "rms" and if `bias` is False.
+        """
         has_b = self.bias and self.kind == "layer"
         w = rng.full((width,), 1.0 - self.offset)
         return NormParams(w, rng.full((width,), 0.0) if has_b else None)

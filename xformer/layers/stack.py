@@ -211,7 +211,12 @@ def memory_of(
 ) -> tuple[KeyValue, ...]:
     """Keys and values of the memory for each layer, which all decoding steps of `stack` share.
 
-    memory: (B, S, D)   memory_pos: (S, K), or None
+    params: of the decoder's stack, with cross-attention. With params.memory, all layers share one
+        projection.
+    memory: (B, S, D), the output of the encoder
+    memory_pos: (S, K), added to the keys and values; None: nothing is added
+    configs: one for each layer
+    ValueError for shapes and numbers that do not fit.
     """
     if params.memory is not None:
         shared, _ = key_value(memory, params.memory, memory_pos, **_memory_heads(configs[0]))

@@ -203,7 +203,12 @@ class LanguageModel:
     def _around_head(
         self, params: LanguageModelParams, mask: Array | None, dropout_key: ops.RandomKey | None
     ) -> dict[str, Any]:
-        """The keyword arguments of the head."""
+        """The keyword arguments of `head.forward` and `head.loss`: table, mask and dropout_key.
+
+        table: the embedding's (V, D), which a tied head uses; None without an embedding
+        mask: (B, T), unchanged
+        dropout_key: a key of the head alone; None: no dropout
+        """
         key = dropout_key and dropout_key.at(SITES * len(self.blocks) + 2)
         table = None if params.embed is None else params.embed.table
         return {"table": table, "mask": mask, "dropout_key": key}

@@ -62,7 +62,10 @@ def sdpa_options(
 
 
 def fold(x: Array, k: Array) -> Array:
-    """(B, H, T, .) -> (B, G, H/G * T, .): the query heads of a group become rows of one head."""
+    """(B, H, T, .) -> (B, G, H/G * T, .): the query heads of a group become rows of one head.
+
+    k: (B, G, S, .), used only for G
+    """
     groups = k.shape[1]
     if x.shape[1] == groups:
         return x
@@ -71,7 +74,10 @@ def fold(x: Array, k: Array) -> Array:
 
 
 def unfold(x: Array, q: Array) -> Array:
-    """(B, G, H/G * T, .) -> (B, H, T, .): the inverse of `fold`."""
+    """(B, G, H/G * T, .) -> (B, H, T, .): the inverse of `fold`.
+
+    q: (B, H, T, .), used only for its shape
+    """
     if x.shape[1] == q.shape[1]:
         return x
     return array_namespace(x).reshape(x, (*q.shape[:3], x.shape[3]))

@@ -119,7 +119,10 @@ def _backward(q: Array, k: Array, w: Array, dscores: Array) -> tuple[Array, Arra
 
 
 def _hidden(q: Array, k: Array) -> Array:
-    """tanh(q_i + k_j), of n queries and all keys: (B, H, n * S, A)."""
+    """hidden = tanh(q_i + k_j) (B, H, n * S, A); row i * S + j is of query i and key j.
+
+    q: (B, H, n, A), n queries   k: (B, G, S, A), all keys
+    """
     xp = array_namespace(q)
     sums = fold(q, k)[:, :, :, None, :] + k[:, :, None, :, :]  # (B, G, H/G * n, S, A)
     n_batch, n_heads, n_queries, width = q.shape

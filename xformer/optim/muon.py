@@ -29,7 +29,11 @@ class MuonState(NamedTuple):
 
 
 def muon_init(params: Any) -> MuonState:
-    """The state before the first step: the momentum is 0. ValueError if a leaf is not a matrix."""
+    """The state before the first step: the momentum is 0.
+
+    params: a tree of arrays (..., I, O), not empty: matrices or stacks of matrices
+    ValueError if an array has fewer than two dimensions or no elements.
+    """
     _require_matrices(params)
     return MuonState(zeros("muon", params))
 
@@ -63,8 +67,8 @@ def muon(
     ns_steps: the number of Newton-Schulz steps.
     donate: has no effect here.
 
-    ValueError for parameters of fewer than two dimensions, negative numbers, a momentum outside
-    [0, 1), and gradients of another shape than their parameters.
+    ValueError for parameters of fewer than two dimensions or without elements, negative numbers, a
+    momentum outside [0, 1), and gradients of another shape than their parameters.
     """
     require_state("muon", state, MuonState)
     _require_matrices(params)

@@ -65,7 +65,11 @@ def rate(c: Config, name: str, default: float) -> float:
 
 
 def layers(c: Config, name: str = "num_hidden_layers", default: Any = None) -> int:
-    """The number of layers under the key `name`."""
+    """The number of layers under the key `name`, an integer from 1 to `MAX_LAYERS`.
+
+    default: the result if the key is missing; None: the key must be there
+    PretrainedError if the key is missing without a default, and for another value.
+    """
     options = {} if default is None else {"default": default}
     return int(c.integer(name, low=1, high=MAX_LAYERS, **options))
 

@@ -105,7 +105,11 @@ def longest(what: str, model: Any, max_len: int | None) -> int:
 def _encoded(
     what: str, tokenizer: Any, texts: Sequence[str], prompt: str, limit: int
 ) -> list[np.ndarray]:
-    """The ids of each text, cut to `limit` with a warning. ValueError for a text without ids."""
+    """The ids of each text after `prompt`.
+
+    Texts of more than `limit` ids are cut at the tokenizer's truncation_side, with a warning.
+    ValueError for a text without ids.
+    """
     tokenizer.batch([], max_len=limit)  # raises if special tokens leave no room for the text
     encoded = [np.asarray(tokenizer.encode(prompt + text), np.int64) for text in texts]
     long = [i for i, ids in enumerate(encoded) if len(ids) > limit]
@@ -121,6 +125,7 @@ def _encoded(
 
 
 def _require_known(what: str, encoded: list[np.ndarray], vocab_size: int) -> None:
+    """ValueError if an id is not below vocab_size. encoded: the ids of each text."""
     last = max((int(np.max(ids)) for ids in encoded), default=0)
     if last >= vocab_size:
         raise ValueError(

@@ -20,10 +20,15 @@ class Diverged(FloatingPointError):
 def require_sound(
     state: State, loss: float, norm: float, grads: Any, config: TrainConfig, lr: float
 ) -> None:
-    """Raise Diverged if training has diverged.
+    """Raise Diverged if loss or norm is not finite, or if the mean loss has grown too much.
 
-    state: before the step, with its loss in the running mean
-    loss, norm, grads: of the step
+    The mean loss has grown too much if `state.mean` is above config.diverged times the first loss
+    (or times 1 nat, if the first loss is lower). None for config.diverged: no limit.
+
+    state: the state before the step, except that `state.mean` includes `loss`
+    loss: of the step
+    norm: of the step's gradients, before clipping
+    grads, lr: of the step, used only for the message
     """
     what = f"the loss of step {state.step + 1} is {loss}, the norm of its gradient {norm:.3g}"
     if not math.isfinite(loss) or not math.isfinite(norm):

@@ -36,10 +36,13 @@ def require_file(path: Path, what: str = "file") -> None:
 
 
 def lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a UTF-8 file, each with its location for error messages.
+    """Yield (location, line) for each line of a UTF-8 file, without its line end.
 
-    A .gz file is decompressed. A byte order mark is removed. ValueError, with the number of the
-    line, if it is not UTF-8, and if a compressed file is damaged.
+    The location is "PATH: line N", for error messages. A .gz file is decompressed. A byte order
+    mark is removed.
+
+    ValueError, with the location, if a line is not UTF-8. ValueError, with the path, if a .gz file
+    is damaged.
     """
     where = str(path)
     try:

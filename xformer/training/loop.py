@@ -91,7 +91,10 @@ def train(
     compiled: bool | None = None,
     reduce: Reduce | None = None,
 ) -> Iterator[Step]:
-    """Yield a `Step` after each training step, until config.steps or config.patience.
+    """Yield a `Step` after each training step. A generator: each `next` runs one step.
+
+    It ends after step config.steps, or after config.patience validations in a row without a lower
+    loss. Diverged ends it too. Validation uses the moving average of the weights if there is one.
 
     A state determines everything after it: resumed from it, training gives the same losses, bit for
     bit on NumPy, up to rounding on every backend. A device is synchronised once a step, for loss
@@ -100,6 +103,8 @@ def train(
     loss: what to minimise, such as `loss_of(model)`
     state: of `start`, or of a checkpoint
     source: the batches
+    config: steps, gradient accumulation, clipping, validation, precision (`TrainConfig`)
+    place: the backend to train on, which holds the arrays of state
     held_out: batches to validate on, every config.eval_every steps and after the last step
     optimiser, schedule: used instead of the ones in config
     donate: the next step may overwrite the arrays of a state, and so needs no memory for a second

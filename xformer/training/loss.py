@@ -74,7 +74,12 @@ class ModelLoss(ArrayLoss):
 
 
 def _require_known(batch: Batch, sizes: Sequence[int | None], ignored: int | None) -> None:
-    """ValueError for ids that are not below the size of their array. Ignored targets may be."""
+    """ValueError if an array of the batch has an id outside [0, size).
+
+    sizes: one for each array of the batch, the number of its ids; None: the array holds no ids.
+        The last size belongs to the array of targets.
+    ignored: the target that is allowed outside [0, size); None: no such target
+    """
     for n, (ids, size) in enumerate(zip(batch.arrays, sizes, strict=False), start=1):
         if size is not None:
             known = ids if n < len(sizes) else ids[ids != ignored]

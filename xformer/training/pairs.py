@@ -26,7 +26,7 @@ class Pairs:
 
     Pairs form a bucket if the length of their longer side, rounded up to a `multiple`, is the same.
     An epoch shuffles each bucket and cuts it into batches of similar size. It yields the batches of
-    all buckets in random order. Every pair occurs once.
+    all buckets in random order. Every pair within max_len occurs once.
 
     sources: token ids of each source
     targets: token ids of each target, without bos_id and eos_id. The decoder reads bos_id and the
@@ -86,7 +86,10 @@ class Pairs:
 
     @property
     def per_epoch(self) -> int:
-        """The number of batches of an epoch, in which every pair occurs once."""
+        """The number of batches of an epoch.
+
+        Every pair occurs once in an epoch, except the pairs that `left_out` counts.
+        """
         return int(self._ends[-1])
 
     def batch(self, i: int) -> Batch:

@@ -46,7 +46,12 @@ def decoded(path: Path, start: int, end: int) -> Iterator[str]:
 
 
 def _cut(data: bytes) -> int:
-    """The offset of the last line end; without one, of the last character, as it may be cut."""
+    """The offset at which to cut data, one of these, the first that exists:
+
+    - the last line break after a letter, a digit or a character outside ASCII
+    - the last line break after another character that is not white space
+    - the beginning of the last character, whose bytes may be incomplete
+    """
     for cut in CUTS:
         if offsets := [match.start() for match in cut.finditer(data)]:
             return offsets[-1]

@@ -107,7 +107,7 @@ def texts(
 
 
 def require_share(share: float) -> None:
-    """ValueError unless 0 <= share <= 0.5."""
+    """ValueError unless 0 <= share <= 0.5. share: the fraction to hold out for validation."""
     if not 0 <= share <= 0.5:
         raise ValueError(f"share must lie in [0, 0.5], got {share}")
 
@@ -181,7 +181,11 @@ def _records(path: Path, field: str) -> Iterator[Document]:
 
 
 def _cut(document: Document, share: float) -> tuple[Document, Document]:
-    """Two parts of a document. The second is the fraction `share` of it."""
+    """The document in two parts. The second part, its end, is the fraction `share` of it.
+
+    share: of the characters of a text in memory, of the bytes of a text in a file. No character is
+        split.
+    """
     if document.text is not None:
         cut = int(len(document.text) * (1 - share))
         head, tail = document.text[:cut], document.text[cut:]

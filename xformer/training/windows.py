@@ -105,6 +105,10 @@ class Windows:
         return digest.hexdigest()
 
     def _cut(self, starts: np.ndarray) -> Batch:
+        """The batch of the windows that begin at the tokens `starts` (B,).
+
+        It has inputs and targets (B, length). A target is the token after its input.
+        """
         rows = np.asarray(self.tokens[starts[:, None] + np.arange(self.length + 1)], np.int64)
         self._let_go()
         n = len(starts) * self.length

@@ -112,7 +112,11 @@ class ActivationCache(NamedTuple):
 
 @native
 def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of y = f(x). outputs: y; inputs: x. integers: elements, code, bits of c."""
+    """Compute a piece of y = f(x). A `Kernel` (see `native`).
+
+    outputs: y; inputs: x. integers: the number of elements, the code of the formula f (`FORMULAS`),
+    the bits of its parameter c.
+    """
     a = words(args, 5)
     start, stop = part(a[2], piece, pieces, LINE)
     n = (stop - start,)
@@ -121,10 +125,10 @@ def forward(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @native
 def backward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of dx = dy f'(x).
+    """Compute a piece of dx = dy f'(x). A `Kernel` (see `native`).
 
-    outputs: dx; inputs: saved (y if the code is in `FROM_OUTPUT`, else x), dy. integers: elements,
-    code, bits of c.
+    outputs: dx; inputs: saved (y if the code is in `FROM_OUTPUT`, else x), dy. integers: the number
+    of elements, the code of the formula f (`FORMULAS`), the bits of its parameter c.
     """
     a = words(args, 6)
     start, stop = part(a[3], piece, pieces, LINE)
@@ -135,7 +139,10 @@ def backward(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @elementwise
 def activate_block(code: int, number: float, x: Any, y: Any) -> None:
-    """Write y = f(x). code, number: the formula and its c. x, y: (n,)."""
+    """Write y = f(x).
+
+    code: the formula f, such as `SWISH`   number: its parameter c   x, y: (n,)
+    """
     c = np.float32(number)
     if code == RELU:
         for i in range(x.size):
@@ -164,7 +171,11 @@ def activate_block(code: int, number: float, x: Any, y: Any) -> None:
 
 @elementwise
 def differentiate_block(code: int, number: float, saved: Any, dy: Any, dx: Any) -> None:
-    """Write dx = dy f'(x). saved: y if the code is in `FROM_OUTPUT`, else x. All are (n,)."""
+    """Write dx = dy f'(x).
+
+    code: the formula f, such as `SWISH`   number: its parameter c
+    saved: (n,), y if the code is in `FROM_OUTPUT`, else x   dy, dx: (n,)
+    """
     c = np.float32(number)
     if code == RELU:
         for i in range(dy.size):

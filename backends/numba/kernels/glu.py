@@ -95,10 +95,10 @@ class GluCache(NamedTuple):
 
 @native
 def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of y = act(gate) * up.
+    """Compute a piece of y = act(gate) * up. A `Kernel` (see `native`).
 
-    outputs: y; inputs: gate, up. integers: elements, then code and bits of c of the activation
-    (`FORMULAS`).
+    outputs: y; inputs: gate, up. integers: the number of elements, the code of the activation
+    (`FORMULAS`), the bits of its parameter c.
     """
     a = words(args, 6)
     number, act = real(a[5]), np.empty(BLOCK, np.float32)
@@ -118,7 +118,8 @@ def forward(args: int, piece: int, pieces: int, memory: int) -> None:
 def backward(args: int, piece: int, pieces: int, memory: int) -> None:
     """Compute a piece of dgate = dy * up * act'(gate) and dup = dy * act(gate).
 
-    outputs: dgate, dup; inputs: gate, up, dy. integers: as of `forward`.
+    A `Kernel` (see `native`). outputs: dgate, dup; inputs: gate, up, dy. integers: the number of
+    elements, the code of the activation (`FORMULAS`), the bits of its parameter c.
     """
     a = words(args, 8)
     number = real(a[7])

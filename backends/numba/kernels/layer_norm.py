@@ -1,4 +1,8 @@
-"""`layer_norm`, and `layer_norm` of a sum x + r for `add_norm`. Each row is read once."""
+"""`layer_norm`, and `layer_norm` of a sum x + r for `add_norm`. Each row is read once.
+
+The arithmetic is in `rows_forward` and `rows_backward`. The other functions check arguments, record
+instructions and divide the rows among pieces.
+"""
 
 from __future__ import annotations
 

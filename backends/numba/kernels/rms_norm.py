@@ -1,4 +1,8 @@
-"""`rms_norm`, and `rms_norm` of a sum x + r for `add_norm`. Each row is read once."""
+"""`rms_norm`, and `rms_norm` of a sum x + r for `add_norm`. Each row is read once.
+
+The arithmetic is in `rows_forward` and `rows_backward`. The other functions check arguments, record
+instructions and divide the rows among pieces.
+"""
 
 from __future__ import annotations
 

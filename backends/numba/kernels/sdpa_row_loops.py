@@ -159,7 +159,11 @@ def to_dscores(probs: Any, dprobs: Any, inner: Any, scale: Any) -> None:
 
 @rowwise
 def dropout_scratch(n: int) -> Any:
-    """Return scratch of `dropout` for rows of up to n keys: a row of random words, and blocks."""
+    """Return (row, blocks): the scratch arrays of `dropout` for rows of at most n keys.
+
+    row: (n + 8 BLOCKS,) uint32, for the random words of a row
+    blocks: (4, BLOCKS) uint32, for the random words of one call of Philox
+    """
     return np.empty(n + 8 * BLOCKS, np.uint32), np.empty((4, BLOCKS), np.uint32)
 
 

@@ -68,28 +68,28 @@ def find_native(
 
 @native
 def unary32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y = f(x) in float32. outputs: y; inputs: x; numbers: spec (with the strides of x twice)."""
+    """y = f(x) in float32. outputs: y; inputs: x; integers: spec (with the strides of x twice)."""
     a = words(args, 2)
     _all32(a[0], a[1], a[1], words(args + 16, NUMBERS), piece, pieces)
 
 
 @native
 def binary32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y = f(x1, x2) in float32. outputs: y; inputs: x1, x2; numbers: spec."""
+    """y = f(x1, x2) in float32. outputs: y; inputs: x1, x2; integers: spec."""
     a = words(args, 3)
     _all32(a[0], a[1], a[2], words(args + 24, NUMBERS), piece, pieces)
 
 
 @native
 def unary64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y = f(x) in float64. outputs: y; inputs: x; numbers: spec (with the strides of x twice)."""
+    """y = f(x) in float64. outputs: y; inputs: x; integers: spec (with the strides of x twice)."""
     a = words(args, 2)
     _all64(a[0], a[1], a[1], words(args + 16, NUMBERS), piece, pieces)
 
 
 @native
 def binary64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y = f(x1, x2) in float64. outputs: y; inputs: x1, x2; numbers: spec."""
+    """y = f(x1, x2) in float64. outputs: y; inputs: x1, x2; integers: spec."""
     a = words(args, 3)
     _all64(a[0], a[1], a[2], words(args + 24, NUMBERS), piece, pieces)
 
@@ -134,10 +134,12 @@ def _all64(y: int, x1: int, x2: int, spec: Any, piece: int, pieces: int) -> None
 
 @elementwise
 def cut(sizes: Any, piece: int, pieces: int) -> Any:
-    """Return (start, stop, low, high): the rows and the columns that a piece computes.
+    """Return (start, stop, low, high): a piece computes columns low to high of rows start to stop.
 
-    Rows are divided among pieces; if there are fewer rows than pieces, columns are. sizes: of the
-    loop's axes.
+    Rows are divided among the pieces. With fewer rows than pieces, columns are divided instead.
+
+    sizes: (4,), the sizes of the loop's axes. The first three axes together are the rows: their
+        number is the product of the three sizes. The last axis has the columns.
     """
     n_rows, width = sizes[0] * sizes[1] * sizes[2], sizes[3]
     if n_rows >= pieces:

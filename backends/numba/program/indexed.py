@@ -41,7 +41,10 @@ def native_take_along(program: Program, out: Traced, x: Traced, ids: Traced) -> 
 def _native_gather(
     program: Program, out: Traced, x: Traced, ids: Traced, sizes: tuple[int, ...]
 ) -> Native | None:
-    """Return the native form of `gather`; None if dtypes do not fit. sizes: its first 5 numbers."""
+    """Return the native form of `gather`; None if dtypes do not fit.
+
+    sizes: the first 5 integers of `gather`
+    """
     size = x.dtype.itemsize
     if ids.dtype != np.int64 or size not in (1, 4, 8) or not out.size:
         return None
@@ -64,7 +67,7 @@ def gather(args: int, piece: int, pieces: int, memory: int) -> None:
     """y[r, m] = x[r, ids[r, m]], or x[r, ids[m]] if all rows share the ids.
 
     outputs: y (R, M, I); inputs: x (R, N, I), ids (R, M) or (M,);
-    numbers: R, N, M, the number of ids of each row (M, or 0 if rows share them), I, bytes of an
+    integers: R, N, M, the number of ids of each row (M, or 0 if rows share them), I, bytes of an
     element. Writes 0 for an id out of range, for which NumPy raises.
     """
     a = words(args, 9)
@@ -98,7 +101,7 @@ def _copy(size: int, x: int, y: int, n: int, in_range: bool) -> None:
 def argsort(args: int, piece: int, pieces: int, memory: int) -> None:
     """Sort each row by a stable merge sort. NaN is the largest number, as in NumPy.
 
-    outputs: ids (N, M); inputs: x (N, M); numbers: N, M, whether the order is descending.
+    outputs: ids (N, M); inputs: x (N, M); integers: N, M, whether the order is descending.
     """
     a = words(args, 5)
     start, stop = part(a[2], piece, pieces, 1)
@@ -154,7 +157,7 @@ def native_cumulative_sum(program: Program, out: Traced, x: Traced, axis: int) -
 def cumulate(args: int, piece: int, pieces: int, memory: int) -> None:
     """Sum cumulatively along axis N. A piece is a range of R.
 
-    outputs: y (R, N, I); inputs: x (R, N, I); numbers: R, N, I, whether x and y are int64 (1) or
+    outputs: y (R, N, I); inputs: x (R, N, I); integers: R, N, I, whether x and y are int64 (1) or
     float32 (0).
     """
     a = words(args, 6)

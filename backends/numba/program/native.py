@@ -6,7 +6,7 @@
         ...
 
 args: the address of int64 words: the addresses of the outs, the addresses of the ins, then the
-    numbers of the instruction (`Native.numbers`), which `numbers` reads.
+    integers of the instruction (`Native.numbers`), which `numbers` reads.
 piece, pieces: the kernel computes piece number `piece` of `pieces` and writes nothing else. Pieces
     run in any order on any thread.
 memory: the address of the words of the thread (`SGEMM`, `TILES`, `SCRATCH`).
@@ -36,7 +36,10 @@ SGEMM, TILES, SCRATCH = range(3)
 
 
 class Kernel:
-    """A kernel, compiled when `address` is first read: the address of its C function."""
+    """A native kernel (see `native`), compiled when `address` is first read.
+
+    address: the address of the compiled C function.
+    """
 
     def __init__(self, fn: Callable[..., None]) -> None:
         self.fn, self.__name__ = fn, fn.__name__
@@ -49,7 +52,7 @@ class Kernel:
 class Native(NamedTuple):
     """How an instruction runs without Python: a kernel, its integer arguments, number of pieces.
 
-    The numbers of a check begin with the three words `NOTHING`. The check overwrites them: whether
+    The integers of a check begin with the three words `NOTHING`. The check overwrites them: whether
     it has failed, and the least and the largest value in all rounds of a run.
     """
 
@@ -61,7 +64,7 @@ class Native(NamedTuple):
 
 
 def native(fn: Callable[..., None]) -> Kernel:
-    """Return `fn` as a kernel."""
+    """Return `fn` as a `Kernel`: a C function (args, piece, pieces, memory), described above."""
     return Kernel(fn)
 
 
@@ -114,7 +117,7 @@ def operands(args: Any) -> Any:
 
 @_inline
 def numbers(args: Any, n: Any) -> Any:
-    """Return the first n numbers of the instruction (`Native.numbers`)."""
+    """Return the first n integers of the instruction (`Native.numbers`)."""
     return words(args + 8 * operands(args), n)
 
 

@@ -50,7 +50,7 @@ def find_native(
 
 @native
 def rows32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Reduce each row, in float32. outputs: y (m,); inputs: x (m, n); numbers: code, m, n.
+    """Reduce each row, in float32. outputs: y (m,); inputs: x (m, n); integers: code, m, n.
 
     A piece is a range of rows.
     """
@@ -63,7 +63,7 @@ def rows32(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @native
 def rows64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Reduce each row, in float64. outputs: y (m,); inputs: x (m, n); numbers: code, m, n.
+    """Reduce each row, in float64. outputs: y (m,); inputs: x (m, n); integers: code, m, n.
 
     A piece is a range of rows.
     """
@@ -76,7 +76,7 @@ def rows64(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @native
 def rows_whole(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Reduce each row, in int64. outputs: y (m,); inputs: x (m, n); numbers: code, m, n.
+    """Reduce each row, in int64. outputs: y (m,); inputs: x (m, n); integers: code, m, n.
 
     A piece is a range of rows. There is no code MEAN.
     """
@@ -95,7 +95,7 @@ def rows_whole(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @native
 def columns32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Reduce each column, in float32. outputs: y (m,); inputs: x (n, m); numbers: code, m, n.
+    """Reduce each column, in float32. outputs: y (m,); inputs: x (n, m); integers: code, m, n.
 
     A piece is a range of columns.
     """
@@ -112,7 +112,7 @@ def columns32(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @native
 def columns64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Reduce each column, in float64. outputs: y (m,); inputs: x (n, m); numbers: code, m, n.
+    """Reduce each column, in float64. outputs: y (m,); inputs: x (n, m); integers: code, m, n.
 
     A piece is a range of columns.
     """

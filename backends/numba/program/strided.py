@@ -51,7 +51,7 @@ def _merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Loop | No
 
 
 def words_of(loop: Loop) -> tuple[int, ...]:
-    """Return the sizes and then the strides of each operand, as numbers of an instruction."""
+    """Return the sizes and then the strides of each operand, as integers of an instruction."""
     return (*loop.sizes, *(step for steps in loop.strides for step in steps))
 
 

@@ -114,7 +114,7 @@ def native_where(
 
 @native
 def typed(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y = f(x1) or f(x1, x2). outputs: y; inputs: x1, or x1 and x2; numbers: spec (`NUMBERS`)."""
+    """y = f(x1) or f(x1, x2). outputs: y; inputs: x1, or x1 and x2; integers: spec (`NUMBERS`)."""
     spec, n_ins = numbers(args, NUMBERS), words(args - 8, 1)[0] - 1
     a, code, dtype = words(args, 1 + n_ins), spec[0], spec[17]
     start, stop, low, high = cut(spec[1:5], piece, pieces)
