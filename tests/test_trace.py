@@ -209,7 +209,7 @@ def test_kernels_are_named() -> None:
 
 def test_numba_traces_a_program_as_one_step() -> None:
     if xf.backends.unavailable_reason("numba") is not None:
-        pytest.skip("numba is not installed")
+        pytest.skip("the extra numba is not installed")
     with xf.kernels("numba"):
         wanted, plain = step_of(GPT, NUMPY)
         with xf.trace() as steps:
