@@ -17,7 +17,7 @@ real = pytest.importorskip("nvmath.bindings.cublasLt", reason=WHY)
 compute = pytest.importorskip("nvmath.bindings.cublas", reason=WHY).ComputeType
 
 CODES = {"float32": "CUDA_R_32F", "float16": "CUDA_R_16F", "bfloat16": "CUDA_R_16BF"}
-OWN = ("place", "memory")  # what is no function of the library
+OWN = ("stream_of", "allocate")  # what is no function of the library
 FUNCTIONS = [
     name
     for name, own in vars(CublasLt).items()
