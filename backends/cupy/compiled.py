@@ -98,10 +98,8 @@ class Compiled:
         results, n = self(*arguments), n - 1
         while n > 0:
             arguments = tuple(next_arguments(arguments, self.donated, results))
-            state, inputs, kind = self._read(arguments)
-            # A donated number or host array would have to be copied to the graph for each call.
-            is_state = not any(int(name.partition(".")[0]) in self.donated for name in inputs)
-            if self.lends and is_state and kind == self._kind:
+            state, _, kind = self._read(arguments)
+            if self.lends and kind == self._kind:
                 n -= self._call.again(state, n)
             if n > 0:
                 results, n = self(*arguments), n - 1
