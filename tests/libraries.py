@@ -16,6 +16,7 @@ import pytest
 from xformer import backends
 from xformer.backends import Backend
 from xformer.ops._attention import SdpaOptions, sdpa_options
+from xformer.ops._loss import LossOptions, loss_options
 
 # Name in test ids -> name of the backend.
 LIBRARIES = {
@@ -98,9 +99,17 @@ def header(demanded: Collection[str]) -> list[str]:
 
 
 def parameters(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
-    """(name, kind, default) of each. A kernel of `sdpa` leaves `**options` to `sdpa_options`."""
+    """(name, kind, default) of each, keyword-only ones by name.
+
+    A kernel of attention leaves `**options` to `sdpa_options`, a kernel of a loss to
+    `loss_options`.
+    """
     listed = list(inspect.signature(function).parameters.values())
     if listed[-1].kind is inspect.Parameter.VAR_KEYWORD:
-        checked = inspect.signature(sdpa_options).parameters
-        listed[-1:] = [checked[name] for name in SdpaOptions._fields]
-    return [(p.name, p.kind, p.default) for p in listed]
+        is_loss = "targets" in (p.name for p in listed)
+        check, fields = (loss_options, LossOptions) if is_loss else (sdpa_options, SdpaOptions)
+        checked = inspect.signature(check).parameters
+        listed[-1:] = [checked[name] for name in fields._fields]
+    by_place = [p for p in listed if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    by_name = sorted(set(listed) - set(by_place), key=lambda p: p.name)
+    return [(p.name, p.kind, p.default) for p in by_place + by_name]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
 from xformer.backends.cupy.module import EVERY, Source, contiguous, empty, launch, threads, wide
-from xformer.checks import finite, number, require_axis, require_gradient, require_integers
+from xformer.checks import require_axis, require_gradient, require_integers
 from xformer.dispatch import kernel
-from xformer.ops._loss import one
+from xformer.ops._loss import loss_options, one
 from xformer.ops.cross_entropy import cross_entropy as reference
-from xformer.ops.cross_entropy import require_options
 from xformer.shapes import STORED, working_dtype
 from xformer.showing import short
 from xformer.typing import Array
@@ -25,19 +24,14 @@ def cross_entropy(
     logits: Array,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
+    **options: Any,
 ) -> tuple[Array, CrossEntropyCache]:
     """Return (loss, cache): one launch for the tokens' losses, another for their sum or mean.
 
     logits: (..., V)
     targets: (...), integers
     """
-    label_smoothing = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z_loss = finite("cross_entropy", "z_loss", z_loss)
-    require_options(ignore_index, reduction)
+    ignore_index, label_smoothing, z_loss, reduction = loss_options(**options)
     require_axis("cross_entropy", logits, -1, "logits")
     logits = contiguous(logits)
     targets = int64_targets(logits, targets)
@@ -46,8 +40,10 @@ def cross_entropy(
     scale = None
     if reduction != "none":
         loss, scale = total_loss(loss, targets, ignore_index, reduction)
-    options = scale, label_smoothing, z_loss
-    return loss, CrossEntropyCache(logits, targets, ignore_index, top, total, *options)
+    statistics = top, total, scale
+    return loss, CrossEntropyCache(
+        logits, targets, ignore_index, *statistics, label_smoothing, z_loss
+    )
 
 
 @short

@@ -12,17 +12,16 @@ these columns; their gradient is 0, whatever x and w hold.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
 from xformer.backends.cupy.cross_entropy import int64_targets, token_losses, total_loss
 from xformer.backends.cupy.module import blocks, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products
-from xformer.checks import finite, number, require_gradient
+from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
-from xformer.ops._loss import one
-from xformer.ops.cross_entropy import require_options
+from xformer.ops._loss import LossOptions, loss_options, one
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
 from xformer.shapes import STORED, working_dtype
 from xformer.showing import short
@@ -40,16 +39,17 @@ def unsupported(
     b: Array | None = None,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
     trainable: bool = True,
+    **options: Any,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
     if w.shape[1] < LARGE and w.dtype.name not in STORED:
         return f"there are fewer than {LARGE} classes"
-    return 'reduction "none" has a dloss for each token' if reduction == "none" else None
+    return (
+        'reduction "none" has a dloss for each token'
+        if options.get("reduction") == "none"
+        else None
+    )
 
 
 @kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
@@ -59,39 +59,28 @@ def linear_cross_entropy(
     b: Array | None = None,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
     trainable: bool = True,
+    **options: Any,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
     """Return (loss, cache). The cache holds the gradients; it is None within `inference()`.
 
     x: (..., D)   w: (D, V)   b: (V,)   targets: (...), integers
     trainable: whether w is trained
     """
-    options = Options(targets, ignore_index, label_smoothing, z_loss, reduction)
-    return forward(Products(), x, w, b, options, trainable)
-
-
-class Options(NamedTuple):
-    """The options of the loss."""
-
-    targets: Array
-    ignore_index: int | None
-    label_smoothing: float
-    z_loss: float
-    reduction: str
+    return forward(Products(), x, w, b, targets, loss_options(**options), trainable)
 
 
 def forward(
-    products: Products, x: Array, w: Array, b: Array | None, options: Options, trainable: bool
+    products: Products,
+    x: Array,
+    w: Array,
+    b: Array | None,
+    targets: Array,
+    options: LossOptions,
+    trainable: bool,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
     """Return (loss, cache) of `linear_cross_entropy`, by the matmuls of `products`."""
-    targets, ignore_index, label_smoothing, z_loss, reduction = options
-    a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z = finite("cross_entropy", "z_loss", z_loss)
-    require_options(ignore_index, reduction)
+    ignore_index, a, z, reduction = options
     targets = array_namespace(w).reshape(int64_targets(w, targets), (-1,))
     xs, n_classes = products.rows(x), w.shape[1]
     n = xs.shape[0]

@@ -9,6 +9,8 @@ Several linear maps of one x are in `linear_many_lt`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from xformer import ops
 from xformer.backends.cupy import linear as by_cublas
 from xformer.backends.cupy import linear_cross_entropy as head
@@ -18,6 +20,7 @@ from xformer.backends.cupy.lt_plan import layout
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products, added, flat
 from xformer.dispatch import kernel
+from xformer.ops._loss import loss_options
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
@@ -98,17 +101,11 @@ def head_unsupported(
     b: Array | None = None,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
     trainable: bool = True,
+    **options: Any,
 ) -> str | None:
-    """Return why cuBLASLt's `linear_cross_entropy` cannot run, or None if it can.
-
-    Only x, w, targets and reduction matter; the others are there because the op has them.
-    """
-    return why_not(x, w) or head.unsupported(x, w, targets=targets, reduction=reduction)
+    """Return why cuBLASLt's `linear_cross_entropy` cannot run, or None if it can."""
+    return why_not(x, w) or head.unsupported(x, w, b, targets=targets, **options)
 
 
 @kernel(ops.linear_cross_entropy, "cupy", unsupported=head_unsupported, storage_dtypes=STORED)
@@ -118,16 +115,12 @@ def linear_cross_entropy(
     b: Array | None = None,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
     trainable: bool = True,
+    **options: Any,
 ) -> tuple[Array, head.LinearCrossEntropyCache | None]:
     """Return (loss, cache). The cache holds the gradients; it is None within `inference()`.
 
     x: (..., D)   w: (D, V)   b: (V,)   targets: (...), integers
     trainable: whether w is trained
     """
-    options = head.Options(targets, ignore_index, label_smoothing, z_loss, reduction)
-    return head.forward(PRODUCTS, x, w, b, options, trainable)
+    return head.forward(PRODUCTS, x, w, b, targets, loss_options(**options), trainable)

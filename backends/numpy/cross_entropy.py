@@ -10,11 +10,11 @@ import numpy as np
 from xformer.backends.numpy.ids import private_copy
 from xformer.backends.numpy.rows import row_blocks, rows
 from xformer.backends.numpy.threads import scratch
-from xformer.checks import finite, number, require_axis, require_gradient
+from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import kernel
-from xformer.ops._loss import one
+from xformer.ops._loss import loss_options, one
 from xformer.ops.cross_entropy import cross_entropy as reference
-from xformer.ops.cross_entropy import require_options, split_ignored
+from xformer.ops.cross_entropy import split_ignored
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -24,15 +24,10 @@ def cross_entropy(
     logits: Array,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
+    **options: Any,
 ) -> tuple[Array, CrossEntropyCache]:
     """Compute the loss from each row's maximum, sum of exponentials and target logit."""
-    a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z = finite("cross_entropy", "z_loss", z_loss)
-    require_options(ignore_index, reduction)
+    ignore_index, a, z, reduction = loss_options(**options)
     require_axis("cross_entropy", logits, -1, "logits")
     targets, keep = split_ignored(logits, private_copy(targets), ignore_index)
     tokens = Tokens.empty(targets, logits.dtype, a, z)

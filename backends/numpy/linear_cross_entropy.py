@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,10 @@ from xformer.backends.numpy.ids import private_copy
 from xformer.backends.numpy.products import product
 from xformer.backends.numpy.rows import row_blocks
 from xformer.backends.numpy.threads import run, scratch
-from xformer.checks import finite, number, require_gradient
+from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
-from xformer.ops._loss import one
-from xformer.ops.cross_entropy import require_options, split_ignored
+from xformer.ops._loss import loss_options, one
+from xformer.ops.cross_entropy import split_ignored
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
 from xformer.showing import short
 from xformer.typing import Array
@@ -39,16 +39,17 @@ def unsupported(
     b: Array | None = None,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
     trainable: bool = True,
+    **options: Any,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
     if w.shape[1] < LARGE:  # whatever N is, because `measure` extrapolates from few tokens
         return f"there are fewer than {LARGE} classes"
-    return 'reduction "none" has a dloss for each token' if reduction == "none" else None
+    return (
+        'reduction "none" has a dloss for each token'
+        if options.get("reduction") == "none"
+        else None
+    )
 
 
 @kernel(reference, "numpy", unsupported=unsupported)
@@ -58,19 +59,14 @@ def linear_cross_entropy(
     b: Array | None = None,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
     trainable: bool = True,
+    **options: Any,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
     """Compute the loss of the tokens that are not ignored, and its gradients.
 
     Within `inference()` no gradients are computed, and the cache is None.
     """
-    a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z = finite("cross_entropy", "z_loss", z_loss)
-    require_options(ignore_index, reduction)
+    ignore_index, a, z, reduction = loss_options(**options)
     xs, targets, chosen = kept_rows(x, w, private_copy(targets), ignore_index)
     weight = 1 / max(len(xs), 1) if reduction == "mean" else 1.0
     tokens, with_gradients = Tokens.empty(targets, x.dtype, a, z), not is_inference()

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer.checks import (
-    finite,
-    number,
     require_axis,
     require_gradient,
     require_in_range,
@@ -16,7 +14,7 @@ from xformer.checks import (
     whole,
 )
 from xformer.dispatch import overridable
-from xformer.ops._loss import one
+from xformer.ops._loss import loss_options, one
 from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
@@ -45,9 +43,12 @@ def cross_entropy(
     ValueError for another shape, a target outside [0, V) or an option out of range; TypeError for
     another dtype. Derivation: docs/derivations/cross_entropy.md
     """
-    label_smoothing = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z_loss = finite("cross_entropy", "z_loss", z_loss)
-    require_options(ignore_index, reduction)
+    ignore_index, label_smoothing, z_loss, reduction = loss_options(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=reduction,
+    )
     require_axis("cross_entropy", logits, -1, "logits")
     xp = array_namespace(logits)
     targets, kept = split_ignored(logits, targets, ignore_index)
@@ -131,13 +132,3 @@ def split_ignored(
 def _where_kept(kept: Array, logits: Array) -> Array:
     """The logits with zeros for ignored tokens, so that a NaN in them does not spread."""
     return array_namespace(logits).where(kept[..., None], logits, 0.0)
-
-
-def require_options(ignore_index: int | None, reduction: str) -> None:
-    """TypeError unless ignore_index is an int or None. ValueError for an unknown reduction."""
-    if ignore_index is not None and whole(ignore_index) is None:
-        raise TypeError(f"cross_entropy: ignore_index must be an int, got {ignore_index!r}")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(
-            f'cross_entropy: reduction must be "mean", "sum" or "none", got {reduction!r}'
-        )

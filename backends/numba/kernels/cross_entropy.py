@@ -11,9 +11,8 @@ from xformer import ops
 from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.kernels.losses import (
     Options,
-    checked_options,
     differentiate,
-    loss_options,
+    option_array,
     tokens_of,
     weighted_sum,
 )
@@ -23,6 +22,7 @@ from xformer.backends.numba.program.native import Native, float32s, native, part
 from xformer.backends.numba.program.traced import constant
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.ops._loss import loss_options
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -31,10 +31,7 @@ def unsupported(
     logits: Array,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
+    **options: Any,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
     if logits.dtype != np.float32 or logits.shape[-1] == 0:
@@ -47,10 +44,7 @@ def cross_entropy(
     logits: Array,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
+    **options: Any,
 ) -> tuple[Array, CrossEntropyCache]:
     """Record one instruction for the losses of all tokens, and return (loss, cache).
 
@@ -58,22 +52,22 @@ def cross_entropy(
     For the formula and the options see `ops.cross_entropy`. Further instructions check and copy the
     targets, and for "mean" and "sum" add the losses.
     """
-    options = checked_options(label_smoothing, z_loss, reduction, ignore_index)
+    checked = Options(*loss_options(**options))
     recorder = program.of([logits, targets])
     assert recorder is not None  # `unsupported` has checked this
-    tokens = tokens_of(recorder, logits, targets, options)
+    tokens = tokens_of(recorder, logits, targets, checked)
     n, n_classes = math.prod(logits.shape[:-1]), logits.shape[-1]
     rows, pieces = reshape(contiguous(logits), (n, n_classes)), recorder.pieces(logits.size)
     losses = recorder.fresh((n,), np.float32)
     row = recorder.fresh((pieces, n_classes), np.float32)  # scratch of each piece
 
     def run(losses: Any, row: Any, logits: Any, targets: Any) -> None:
-        losses[...] = options.reference(logits, targets)[0]
+        losses[...] = checked.reference(logits, targets)[0]
 
-    compiled = Native(take_losses, (n, n_classes, *options.words()), pieces)
+    compiled = Native(take_losses, (n, n_classes, *checked.words()), pieces)
     recorder.emit("cross_entropy", run, [losses, row], [rows, tokens.targets], compiled)
-    cache = CrossEntropyCache(rows, *tokens, options, logits.shape)
-    if reduction == "none":
+    cache = CrossEntropyCache(rows, *tokens, checked, logits.shape)
+    if checked.reduction == "none":
         return reshape(losses, logits.shape[:-1]), cache
     return weighted_sum(recorder, losses, tokens.weight), cache
 
@@ -128,7 +122,7 @@ def take_losses(args: int, piece: int, pieces: int, memory: int) -> None:
     """
     a = words(args, 8)
     n, v = a[4], a[5]
-    options, row = loss_options(a[6], a[7], np.float32(1)), float32s(a[1] + 4 * piece * v, (1, v))
+    options, row = option_array(a[6], a[7], np.float32(1)), float32s(a[1] + 4 * piece * v, (1, v))
     start, stop = part(n, piece, pieces, 1)
     for i in range(start, stop):
         row[0, :] = float32s(a[2] + 4 * i * v, (v,))
@@ -149,7 +143,7 @@ def differentiate_losses(args: int, piece: int, pieces: int, memory: int) -> Non
     start, stop = part(n, piece, pieces, 1)
     for i in range(start, stop):
         dloss = float32s(a[5] + 4 * (i if per_token else 0), (1,))[0]
-        options = loss_options(a[9], a[10], weight * dloss)
+        options = option_array(a[9], a[10], weight * dloss)
         row = float32s(a[0] + 4 * i * v, (1, v))
         row[0, :] = float32s(a[2] + 4 * i * v, (v,))
         differentiate(row, words(a[3] + 8 * i, 1), options, float32s(a[1] + 4 * i, (1,)))

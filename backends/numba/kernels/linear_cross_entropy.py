@@ -17,9 +17,8 @@ from xformer.backends.numba.kernels.linear import column_sums, rows_of, weight_g
 from xformer.backends.numba.kernels.losses import (
     Options,
     Tokens,
-    checked_options,
     differentiate,
-    loss_options,
+    option_array,
     tokens_of,
     weighted_sum,
 )
@@ -32,6 +31,7 @@ from xformer.backends.numba.registers import HIGH
 from xformer.backends.numba.tuning import SPEED
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
+from xformer.ops._loss import loss_options
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -46,17 +46,14 @@ def unsupported(
     b: Array | None = None,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
     trainable: bool = True,
+    **options: Any,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
     arrays = [x, w] if b is None else [x, w, b]
     if any(array.dtype != np.float32 for array in arrays) or w.shape[1] == 0:
         return "only float32, and at least one class"
-    if reduction == "none":
+    if options.get("reduction") == "none":
         return 'reduction "none" has a dloss for each token'
     if program.of([*arrays, targets]) is None:
         return "all arrays are constants"
@@ -70,25 +67,22 @@ def linear_cross_entropy(
     b: Array | None = None,
     *,
     targets: Array,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
     trainable: bool = True,
+    **options: Any,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
     """Return the loss of the logits x w + b, and a cache with its gradients.
 
     The cache is None within `inference()`.
     """
-    options = checked_options(label_smoothing, z_loss, reduction, ignore_index)
+    checked = Options(*loss_options(**options))
     recorder = program.of([x, w, b, targets])
     assert recorder is not None  # `unsupported` has checked this
-    tokens = tokens_of(recorder, w, targets, options)
+    tokens = tokens_of(recorder, w, targets, checked)
     rows = contiguous(rows_of(x))
-    if ignore_index is not None:  # a NaN in an ignored row would make dw NaN
+    if checked.ignore_index is not None:  # a NaN in an ignored row would make dw NaN
         counts: Array = reshape(tokens.targets, (-1, 1))
         rows = namespace.where(counts >= 0, rows, 0.0)
-    head = _Head(recorder, rows, matmul_operand(w), b, options)
+    head = _Head(recorder, rows, matmul_operand(w), b, checked)
     back = not is_inference()
     losses = recorder.fresh((head.x.shape[0],), np.float32)
     dx = recorder.fresh(head.x.shape if back else (0,), np.float32)
@@ -187,7 +181,7 @@ def differentiate_linear(args: int, piece: int, pieces: int, memory: int) -> Non
     """
     ptr, a = words(args, 8), numbers(args, 10)
     n, d, v, row_stride, column_stride, has_b, back = a[0], a[1], a[2], a[3], a[4], a[5], a[6]
-    options = loss_options(a[8], a[9], float32s(ptr[6], (1,))[0])
+    options = option_array(a[8], a[9], float32s(ptr[6], (1,))[0])
     start, stop = part(n, piece, pieces, HIGH)
     for first in range(start, stop, a[7]):
         rows = min(a[7], stop - first)

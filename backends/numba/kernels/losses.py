@@ -16,21 +16,19 @@ from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, bits, float32s, native, real, words
 from xformer.backends.numba.program.program import Program
-from xformer.checks import as_indices, finite, number
-from xformer.ops.cross_entropy import require_options, split_ignored
+from xformer.checks import as_indices
+from xformer.ops._loss import LossOptions
+from xformer.ops.cross_entropy import split_ignored
 from xformer.typing import Array
 
 IGNORED = -1  # the target id of a token that is ignored
 INDICES = np.iinfo(np.int64)
 
 
-class Options(NamedTuple):
-    """Options of `cross_entropy`, checked."""
+class Options(LossOptions):
+    """The checked options of `cross_entropy`, and what the instructions do with them."""
 
-    label_smoothing: float
-    z_loss: float
-    reduction: str
-    ignore_index: int | None
+    __slots__ = ()
 
     def words(self) -> tuple[int, int]:
         """Return the bits of label_smoothing and z_loss, as numbers of an instruction."""
@@ -46,16 +44,6 @@ class Options(NamedTuple):
             z_loss=self.z_loss,
             reduction="none",
         )
-
-
-def checked_options(
-    label_smoothing: float, z_loss: float, reduction: str, ignore_index: int | None
-) -> Options:
-    """Return the options; ValueError or TypeError as `cross_entropy` raises for wrong ones."""
-    a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z = finite("cross_entropy", "z_loss", z_loss)
-    require_options(ignore_index, reduction)
-    return Options(a, z, reduction, ignore_index)
 
 
 class Tokens(NamedTuple):
@@ -132,7 +120,7 @@ def sum_losses(args: int, piece: int, pieces: int, memory: int) -> None:
 
 
 @rowwise
-def loss_options(label_smoothing: int, z_loss: int, weight: Any) -> Any:
+def option_array(label_smoothing: int, z_loss: int, weight: Any) -> Any:
     """Return (label smoothing, z loss, weight) as the array that `differentiate` reads.
 
     label_smoothing, z_loss: bits, as from `Options.words`.
@@ -146,7 +134,8 @@ def loss_options(label_smoothing: int, z_loss: int, weight: Any) -> Any:
 def differentiate(x: Any, targets: Any, options: Any, losses: Any) -> None:
     """Write losses (N,), and replace the logits x (N, V) by their gradients.
 
-    targets: (N,) int64; the loss and gradients of an ignored token are 0. options: `loss_options`.
+    targets: (N,) int64; the loss and gradients of an ignored token are 0.
+    options: an `option_array`
     """
     for i in range(len(x)):
         if targets[i] == IGNORED:
