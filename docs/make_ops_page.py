@@ -1,9 +1,9 @@
-"""Write the generated parts of docs/ops.md: a section for each op, and the table of times.
+"""Write the generated parts of docs/ops.md: a section for each op, and two tables.
 
 python -m docs.make_ops_page
 
-The kernels are those that backends register; the times are the newest result of
-`python -m benchmarks.ops`. tests/test_ops_page.py compares the page with what this would write.
+The kernels and their dtypes are those that backends register; the times are the newest result
+of `python -m benchmarks.ops`. tests/test_ops_page.py compares the page with what this would write.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "ops.md"
 OURS = (measured.REFERENCE, measured.KERNEL, measured.PROGRAM)
 TIMES = "op", "torch", "reference", "NumPy", "numba program"
+LIBRARIES = "op", "NumPy", "`xf.compile`, numba", "CuPy", "torch", "JAX"
 LABELS = {"numpy": "NumPy", "numba": "numba", "cupy": "CUDA", "torch": "torch", "jax": "JAX"}
 
 
@@ -39,6 +40,10 @@ def page() -> str:
     )
     rows = [[f"[{name}](#{name})", *cells(name, found)] for name in names()]
     text = put(text, "times", f"{caption}\n\n{table(TIMES, rows)}")
+    runs = [
+        [f"[{name}](#{name})", *(who_runs(name, library) for library in LABELS)] for name in names()
+    ]
+    text = put(text, "libraries", table(LIBRARIES, runs))
     return put(text, "ops", "\n".join(section(name, found) for name in names()))
 
 
@@ -121,6 +126,16 @@ def links(name: str, library: str) -> Iterator[str]:
     for file in files:
         if (ROOT / "backends" / file).exists():
             yield f"[`{file.name}`](../backends/{file})"
+
+
+def who_runs(name: str, library: str) -> str:
+    """What computes an op on a library, and in which dtypes besides float32 and float64."""
+    if not any(links(name, library)):
+        return "reference"
+    if library == "numba":
+        return "kernel, float32"
+    stored = sorted(getattr(ops, name).stored_by(library))
+    return ", ".join(["kernel", *(f"+ {dtype}" for dtype in stored)])
 
 
 def cells(name: str, found: dict[str, Any]) -> list[str]:

@@ -22,14 +22,15 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_op_has_a_row_a_section_and_links_that_lead_somewhere() -> None:
     names = [name for name in dir(ops) if isinstance(getattr(ops, name), Overridable)]
-    assert re.findall(r"^\| \[(\w+)\]\(#\1\) \|", PAGE, re.MULTILINE) == names
+    assert re.findall(r"^\| \[(\w+)\]\(#\1\) \|", PAGE, re.MULTILINE) == names * 2  # two tables
     assert re.findall(r"^### (\w+)$", PAGE, re.MULTILINE) == names
     links = re.findall(r"\]\(([^)#]+)", PAGE)
     assert all((DOCS / link).exists() for link in links)
 
 
 def test_the_fastest_of_ours_is_bold() -> None:
-    rows = re.findall(r"^\| \[\w+\].* \|$", PAGE, re.MULTILINE)
+    times = PAGE[PAGE.index("<!-- times -->") :]
+    rows = re.findall(r"^\| \[\w+\].* \|$", times, re.MULTILINE)
     for row in rows:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         ours = [float(cell.strip("*")) for cell in cells[2:]]
