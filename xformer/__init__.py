@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         tree,
     )
     from xformer.compiling import compile
+    from xformer.derivatives import gauss_newton, hvp, jvp
     from xformer.dispatch import (
         explain,
         inference,
@@ -52,10 +53,13 @@ __all__ = [
     "compile",
     "explain",
     "finetune",
+    "gauss_newton",
     "generation",
     "gradcheck",
+    "hvp",
     "inference",
     "initializers",
+    "jvp",
     "kernel",
     "kernels",
     "layers",
@@ -76,6 +80,7 @@ later(
     __name__,
     backends="backends",
     compiling="compile",
+    derivatives="gauss_newton hvp jvp",
     dispatch="explain inference kernel kernels overridable reference_only",
     finetune="finetune",
     generation="generation",

@@ -9,6 +9,9 @@ arguments in order. Let L = sum(y * dy) for a random dy. The derivative of L alo
 direction v, by a central difference of fourth order, must equal sum(gradient * v). This is checked
 for all inputs together, for each input, and for each element of small inputs. The length of a step
 is in units of the root mean square of the input.
+
+With `exact=True` the derivative is computed on dual numbers instead (`xformer.derivatives.jvp`): it
+has no step, and its only error is rounding.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import tree
+from xformer.arrays.dual import kinks
+from xformer.derivatives import jvp
 from xformer.ops.random_bits import RandomKey, random_bits
 from xformer.typing import Array
 
@@ -31,6 +36,7 @@ STEPS = (2e-3, 2e-4, 2e-5, 2e-6, 2e-7)
 ROUNDING = 64 * 2.0**-53
 # The smallest unit of a step; otherwise it is the root mean square of the input.
 SMALLEST = 1e-3
+RTOL, EXACT_RTOL = 1e-7, 1e-12  # of finite differences, and of dual numbers
 
 
 class GradientError(AssertionError):
@@ -94,25 +100,30 @@ def gradcheck(
     fn: Callable[..., tuple[Any, Any]],
     *args: Any,
     seed: int = 0,
-    rtol: float = 1e-7,
+    rtol: float | None = None,
     alone: bool = True,
     elementwise: int = 64,
+    exact: bool = False,
 ) -> Report:
-    """Compare the gradients of `fn(*args)` with central differences, and return a report.
+    """Compare the gradients of `fn(*args)` with numerical derivatives, and return a report.
 
     fn: returns `(y, cache)`; `cache.backward(dy)` returns the gradients of args in order.
     args: float64 arrays, trees of float64 arrays (NamedTuples of parameters), or None.
     seed: of the random dy and directions.
-    rtol: the largest relative error that passes.
+    rtol: the largest relative error that passes; None: 1e-7, or 1e-12 with `exact`.
     alone: also check each input separately. Without it one comparison covers all inputs.
     elementwise: with `alone`, arrays of at most so many elements are also checked element by
         element.
+    exact: compute the derivatives on dual numbers, not by central differences. fn must then call
+        only ops and functions of the array API, and the references of the ops run.
 
     The report also fails if a second call of backward returns other gradients, or if an input was
     overwritten. TypeError for arrays that are not float64, ValueError for gradients of another
     structure than args.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
+    if rtol is None:
+        rtol = EXACT_RTOL if exact else RTOL
     if not rtol > 0:
         raise ValueError(f"gradcheck: rtol must be positive, got {rtol}")
     inputs = dict(zip(_argument_names(fn, len(args)), args, strict=True))
@@ -128,7 +139,7 @@ def gradcheck(
     grads = _gradients(name, inputs, cache, douts)
     again = _gradients(name, inputs, cache, douts)
 
-    check = _Check(fn, inputs, y, douts, grads, rtol)
+    check = (_ExactCheck if exact else _Check)(fn, inputs, y, douts, grads, rtol)
     rows = [check.along("all inputs together", tuple(leaves), seed + 1)]
     for i, key in enumerate(leaves if alone else ()):
         rows.append(check.along(key, (key,), seed + 2 + i))
@@ -216,6 +227,31 @@ class _Check:
 
     def _error(self, a: float, b: float, h: float) -> float:
         return abs(a - b) / (max(abs(a), abs(b), self.rounding / (h * self.rtol)) or 1.0)
+
+
+class _ExactCheck(_Check):
+    """Derivatives of L on dual numbers."""
+
+    def _row(self, name: str, direction: dict[str, Array]) -> Row:
+        terms = [self.grads[k] * v for k, v in direction.items()]
+        analytic = sum(map(_total, terms))
+        # Rounding changes a sum by up to this much.
+        rounding = ROUNDING * sum(_total(array_namespace(term).abs(term)) for term in terms)
+        tangents = {k: direction.get(k, 0 * x) for k, x in self.leaves.items()}
+        with kinks() as met:
+            _, dy = jvp(
+                lambda *args: self.fn(*args)[0],
+                tuple(self.inputs.values()),
+                tuple(tree.unflatten(self.inputs, tangents).values()),
+            )
+        parts = zip(_as_tuple(dy), self.douts, strict=True)
+        numeric = sum(_total(d * dout) for d, dout in parts if d is not None)
+        size = max(abs(analytic), abs(numeric), rounding / self.rtol) or 1.0
+        finite = math.isfinite(analytic) and math.isfinite(numeric)
+        remark = "disagrees" if finite else "not finite"
+        if met:
+            remark += f"; not smooth: {', '.join(sorted(set(met)))}"
+        return Row(name, analytic, numeric, abs(analytic - numeric) / size, remark)
 
 
 def _gradients(

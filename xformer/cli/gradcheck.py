@@ -4,6 +4,8 @@ The column "reference" checks the ops as they are in `xformer/ops`, on NumPy. Th
 check the kernels of a backend, and the references of ops without a kernel. Gradients are computed
 in float64. On backends whose compiled kernels are for float32, they are computed in
 float32 and compared with finite differences in float64.
+
+With --exact, derivatives on dual numbers take the place of finite differences.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="check only cases with this in their name"
     )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="compare with derivatives on dual numbers, which have only rounding errors, on NumPy",
+    )
     parser.add_argument("--verbose", action="store_true", help="show one row for each case")
     parser.set_defaults(run=run)
 
@@ -49,14 +56,17 @@ def run(args: argparse.Namespace) -> int:
     chosen = [case for case in cases() if args.only in case.name]
     if not chosen:
         raise ValueError(f"no case has {args.only!r} in its name")
-    names = args.backend or [REFERENCE, *backends.available()]
+    everywhere = [REFERENCE, "numpy"] if args.exact else [REFERENCE, *backends.available()]
+    names = args.backend or everywhere
+    if args.exact and set(names) & set(IN_FLOAT32):
+        raise ValueError(f"--exact needs float64, got --backend {' '.join(names)}")
     libraries = {name: _usable(name) for name in names}
     work = [(case, name) for case in chosen for name in libraries]
     reports = {}
     with _recorded() as ran:
         for case, name in tqdm(work, unit="check", leave=False, disable=not sys.stderr.isatty()):
             with dispatch.reference_only() if name == REFERENCE else kernels_of(name):
-                reports[case, name] = _check(case, libraries[name])
+                reports[case, name] = _check(case, libraries[name], exact=args.exact)
 
     print(_table(reports, names, by_case=args.verbose))
     failed = {key: report for key, report in reports.items() if not report.ok}
@@ -80,13 +90,13 @@ def _usable(name: str) -> Backend:
     return backends.get(name)
 
 
-def _check(case: Case, backend: Backend) -> Report:
+def _check(case: Case, backend: Backend, *, exact: bool) -> Report:
     """Check all inputs together; if that fails, each input alone, to name the wrong gradient."""
     try:
         if backend.name in IN_FLOAT32:
             return case.check_float32(backend)
-        report = case.check(backend, alone=False)
-        return report if report.ok else case.check(backend, elementwise=0)
+        report = case.check(backend, alone=False, exact=exact)
+        return report if report.ok else case.check(backend, elementwise=0, exact=exact)
     except Exception as error:  # a case that fails to run is one failed row of the table
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"
