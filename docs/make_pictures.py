@@ -1,16 +1,17 @@
-"""Draw the pictures of the README and of look.md (extras `plot`, `hf`), each if it can be.
+"""Draw the pictures of the README, look.md and derivatives.md (extras `plot`, `hf`).
 
 xformer train --out runs/readme
 XFORMER_DATA=folder python docs/make_pictures.py --run runs/readme
 
-All but two need nothing else: `loss.svg` is of the run that is named, and `attention.svg` of
-llama2.c's stories260K.bin and tok512.bin, in the folder XFORMER_DATA. A minute on two cores.
+Two need something else: `loss.svg` is of the run that is named, and `attention.svg` of
+llama2.c's stories260K.bin and tok512.bin, in the folder XFORMER_DATA. Two minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,25 @@ def flow() -> None:
     command("signal-flow", "--out", str(PICTURES / "flow.svg"))
 
 
+@styled()
+def sharpness() -> Path:
+    """The sharpness of the model of derivatives.md, whose code is run, by learning rate."""
+    names: dict[str, Any] = {}
+    page = (PICTURES.parent / "derivatives.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+        if "curves" in names:
+            break
+    figure, ((axes,),) = panels(1, 1, (8, 3.4))
+    for colour, (lr, values) in zip(COLOURS, names["curves"].items(), strict=False):
+        steps = names["EVERY"] * np.arange(len(values))
+        axes.plot(steps, values, color=colour, **POINTS, label=f"sharpness, lr {lr}")
+        axes.axhline(2 / lr, color=colour, ls="--", lw=1, label=f"2 / lr = {2 / lr:.1f}")
+    axes.set(xlabel="steps of gradient descent", ylabel="largest eigenvalue", ylim=(0, None))
+    axes.legend()
+    return save(figure, PICTURES / "sharpness.svg")
+
+
 def command(*words: str) -> None:
     """Run a command of xformer, as a person would."""
     if xformer(words):
@@ -140,6 +160,7 @@ def main() -> None:
     idea()
     flow()
     curves()
+    sharpness()
     if (DATA / "stories260K.bin").is_file():
         attention()
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -164,3 +165,27 @@ def test_check_of_compiled_kernels_is_in_float32(
 def test_check_wants_a_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gradcheck", "--only", "no such thing"]) == 1
     assert "no case has 'no such thing' in its name" in capsys.readouterr().err
+
+
+def test_exact_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of 1e-9 in a kernel is found; finite differences cannot see it."""
+    assert main(["gradcheck", "--exact", "--only", "layer_norm"]) == 0
+    out = capsys.readouterr().out
+    assert out.split()[:2] == ["reference", "numpy"]
+    errors = [float(error) for error in re.findall(r"\d\.?\d*e[-+]\d+", out)]
+    assert len(errors) >= 2
+    assert max(errors) < 1e-13
+    assert main(["gradcheck", "--exact", "--backend", "numba", "--only", "layer_norm"]) == 1
+    assert "--exact needs float64, got --backend numba" in capsys.readouterr().err
+    from xformer.backends.numpy.layer_norm import LayerNormCache as cache
+
+    right = cache.backward
+
+    def wrong(self: Any, dy: Any) -> Any:
+        dx, dw, db = right(self, dy)
+        return dx, dw * (1 + 1e-9), db
+
+    monkeypatch.setattr(cache, "backward", wrong)
+    assert main(["gradcheck", "--backend", "numpy", "--only", "layer_norm: eps as"]) == 0
+    assert main(["gradcheck", "--exact", "--only", "layer_norm: eps as"]) == 1
+    assert "DISAGREE (relative error at most 1e-12)" in capsys.readouterr().out
