@@ -801,6 +801,21 @@ ATTENTION_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "sdpa: k must be (B, G, S, K) with B = 2 (from q), K = 3 (from q), got shape (3, 2, 4, 3)",
     ),
+    "width of a bias alone": (
+        lambda: attend(SEQUENCE, ATTENTION._replace(o=layers.BiasParams(numbers(4)))),
+        ValueError,
+        "linear: b must have shape (6,), got (4,)",
+    ),
+    "dtype of a bias alone": (
+        lambda: attend(SEQUENCE, ATTENTION._replace(o=layers.BiasParams(numbers(6).astype("f4")))),
+        TypeError,
+        "linear: b must be float64, got float32",
+    ),
+    "gradient of a bias alone": (
+        lambda: layers.linear(SEQUENCE, layers.BiasParams(numbers(6)))[1].backward(numbers(5, 6)),
+        ValueError,
+        "linear: dy must have shape (2, 5, 6), got (5, 6)",
+    ),
     "no key projection": (
         lambda: attend(SEQUENCE, ATTENTION._replace(kv=None)),
         ValueError,
@@ -985,6 +1000,23 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
             "attention: shaw_max_distance excludes sinks, window and softcap",
         )
         for other in ({"sinks": True}, {"window": (1, 0)}, {"softcap": 2.0})
+    ),
+    (
+        block_config,
+        {"output": None},
+        'attention: output must be "linear", "bias" or "none", got None',
+    ),
+    *(
+        (block_config, {"output": output, **other}, f"attention: {message}")
+        for output in ("bias", "none")
+        for other, message in (
+            ({"o_bias": True}, f'o_bias needs output "linear", got {output!r}'),
+            (
+                {"d_value": 3},
+                f"output {output!r} needs heads of d_model = 8 together, "
+                "got n_heads * d_value = 12",
+            ),
+        )
     ),
     (block_config, {"attn_dropout": -0.5}, "attention: dropout must lie in [0, 1], got -0.5"),
     (block_config, {"hidden_dropout": 2}, "feed_forward: dropout must lie in [0, 1], got 2"),

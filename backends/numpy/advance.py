@@ -71,7 +71,7 @@ def unsupported_blocks(blocks: Sequence[BlockParams], configs: Sequence[BlockCon
             return "norms of queries and keys, sinks, Shaw's positions or cross-attention"
         maps = (attn.q, kv.k, kv.v, attn.o, ffn.up, ffn.down, ffn.gate or ffn.up)
         if not all(isinstance(p, LinearParams) for p in maps):
-            return "adapters, or no output projection"
+            return "adapters, or a linear layer is left out"
     return None
 
 

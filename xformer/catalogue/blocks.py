@@ -277,6 +277,9 @@ def _modern_block() -> Iterator[Case]:
     yield _blocks("block: Mixtral", config=LLAMA | {"ffn": experts}, **turned)
     some: Options = {"attn": {"sinks": True, "o_bias": False}, "ffn": {"bias": False}}
     yield _blocks("block: sinks, biases", config=some)
+    for output in ("bias", "none"):
+        bare: Options = {"attn": {"output": output}}
+        yield _blocks(f"block: heads' output {output}", cross="memory", config=bare)
     yield _blocks("block: parallel", config={"parallel": True})
     shared: Options = {"parallel": True, "shared_norm": True, **DROPOUT}
     yield _blocks("block: parallel, one norm, dropout", config=shared, dropout_key=KEY)

@@ -69,6 +69,11 @@ def _linear() -> Iterator[Case]:
     yield case("adapter", rank=2)
     yield case("adapter, no bias", b=False, rank=2)
 
+    def bias_alone(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
+        return partial(layers.linear), (rng.normal((5, 4, 6)), layers.BiasParams(rng.normal((6,))))
+
+    yield _layer("linear: bias alone", bias_alone)
+
 
 def _linears() -> Iterator[Case]:
     def case(note: str, *biased: bool, lead: tuple[int, ...] = (5, 4), **options: bool) -> Case:
@@ -96,7 +101,7 @@ def _attention() -> Iterator[Case]:
         groups: int = 2,
         k: int = 3,
         m: int = 3,
-        o: bool = True,
+        o: str = "linear",  # or "bias" or "none"
         b: bool = True,
         norms: tuple[int, int] | None = None,  # widths of q_norm and k_norm
         sinks: bool = False,
@@ -116,10 +121,15 @@ def _attention() -> Iterator[Case]:
                 linear_params(rng, width, groups * m, b),
                 k_norm,
             )
+            outputs: dict[str, Any] = {
+                "linear": lambda: linear_params(rng, 2 * m, 6, b),
+                "bias": lambda: layers.BiasParams(rng.normal((2 * m,))),
+                "none": lambda: None,
+            }
             params = layers.AttentionParams(
                 linear_params(rng, 6, 2 * k, b),
                 None if memory == "ready" else kv,
-                linear_params(rng, 2 * m, 6, b) if o else None,
+                outputs[o](),
                 q_norm,
                 rng.normal((2,)) if sinks else None,
                 layers.ShawParams(rng.normal((5, k)), rng.normal((5, m)) if "v" in shaw else None)
@@ -156,7 +166,8 @@ def _attention() -> Iterator[Case]:
     yield case("memory, positions of queries", memory="array", pos="q")
     yield case("memory, padding", memory="array", mask=mask((5, 1, 1, 7), DEAD_BATCH))
     yield case("ready keys and values", memory="ready", m=2)
-    yield case("no output projection", o=False, m=2)
+    yield case("no output projection", o="none", m=2)
+    yield case("bias alone after the heads", o="bias", m=2)
     yield case("no biases", b=False)
     yield case("self, norm of each head", norms=(3, 3))
     yield case("self, norm of all heads", norms=(6, 6), qk_norm=layers.NormConfig("rms", 0.1, 1.0))

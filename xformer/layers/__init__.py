@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
     from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
     from xformer.layers.kv_cache import KVCache
-    from xformer.layers.linear import LinearParams, LoRAParams, linear, linear_many
+    from xformer.layers.linear import BiasParams, LinearParams, LoRAParams, linear, linear_many
     from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
     from xformer.layers.pooling import pool
     from xformer.layers.positions import alibi, sinusoidal
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionConfig",
     "AttentionParams",
+    "BiasParams",
     "BlockConfig",
     "BlockParams",
     "EmbedConfig",
@@ -88,7 +89,7 @@ later(
     embed="EmbedConfig EmbedParams embed",
     experts="ExpertsConfig ExpertsParams mixture",
     feed_forward="FeedForwardConfig FeedForwardParams feed_forward",
-    linear="LinearParams LoRAParams linear linear_many",
+    linear="BiasParams LinearParams LoRAParams linear linear_many",
     norm="NormConfig NormParams add_norm norm",
     kv_cache="KVCache",
     pooling="pool",

@@ -10,7 +10,7 @@ from array_api_compat import array_namespace
 from xformer import layers, ops
 from xformer.checks import require_sizes
 from xformer.layers.kv_cache import KVCache, append
-from xformer.layers.linear import LinearParams, linear, linear_many
+from xformer.layers.linear import BiasParams, LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import require_like
@@ -42,7 +42,8 @@ class AttentionParams(NamedTuple):
 
     q: LinearParams  # (D, H * K)
     kv: KeyValueParams | None  # None: the memory is a KeyValue
-    o: LinearParams | None  # (H * M, D); None: the output is the concatenated heads
+    # (H * M, D). BiasParams: only a bias is added to the concatenated heads; None: nothing is
+    o: LinearParams | BiasParams | None
     q_norm: NormParams | None = None  # of the queries: of each head (K), or of all heads (H * K)
     sinks: Array | None = None  # (H,), of `ops.sdpa`
     shaw: ShawParams | None = None  # excludes bias, sinks, window and softcap
@@ -78,6 +79,7 @@ def attention(
 ) -> tuple[Array, AttentionCache]:
     """y = concat(heads) w_o + b_o, heads = sdpa(x w_q, memory w_k, memory w_v) (arXiv:1706.03762).
 
+    With BiasParams as params.o y is concat(heads) + b_o, without params.o concat(heads).
     Queries and keys are normalised if params have q_norm and k_norm, and then rotated by `rotary`.
 
     x: (B, T, D)   y: (B, T, D')

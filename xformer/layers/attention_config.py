@@ -8,7 +8,7 @@ from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_cap, require_sizes
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import AttentionParams, KeyValueParams, ShawParams
-from xformer.layers.linear import LinearParams
+from xformer.layers.linear import BiasParams, LinearParams
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.ops._attention import window_of
 
@@ -29,6 +29,7 @@ class AttentionConfig:
     bias: bool = True
     qkv_bias: bool | None = None  # of the projections to queries, keys, values; None: bias
     o_bias: bool | None = None  # of the output projection; None: bias
+    output: str = "linear"  # of the concatenated heads: a projection; or only a "bias", or "none"
     qk_norm: str | None = None  # a norm of queries and keys: of each "head", or of "all" heads
     scale: float | None = None  # of the scores; None: d_head^-1/2
     window: tuple[int | None, int | None] | None = None  # (left, right), of `ops.sdpa`
@@ -62,6 +63,18 @@ class AttentionConfig:
             raise ValueError(
                 f"attention: n_kv_heads = {self.kv_heads} must divide {self.n_heads} heads"
             )
+        if self.output not in ("linear", "bias", "none"):
+            raise ValueError(
+                f'attention: output must be "linear", "bias" or "none", got {self.output!r}'
+            )
+        if self.output != "linear":
+            if self.o_bias is not None:
+                raise ValueError(f'attention: o_bias needs output "linear", got {self.output!r}')
+            if (width := self.n_heads * self.value_width) != self.d_model:
+                raise ValueError(
+                    f"attention: output {self.output!r} needs heads of d_model = {self.d_model} "
+                    f"together, got n_heads * d_value = {width}"
+                )
         if self.qk_norm not in (None, "head", "all"):
             raise ValueError(
                 f'attention: qk_norm must be None, "head" or "all", got {self.qk_norm!r}'
@@ -94,7 +107,7 @@ class AttentionConfig:
 
         norm: the configuration of the norm of queries and keys
         draw: the distribution of the weights
-        out_scale: multiplies the weights of the output projection
+        out_scale: multiplies the weights of the output projection, if there is one
         """
         params = self.cross_init(rng, norm, draw=draw, out_scale=out_scale)
         if self.sinks:
@@ -120,9 +133,7 @@ class AttentionConfig:
         """
         q = self._qkv_init(rng, self.n_heads * self.head_width, draw)
         kv = None if shared_memory else self.key_value_init(rng, norm, draw=draw)
-        shape, bias = (self.n_heads * self.value_width, self.d_model), self.o_bias
-        bias = self.bias if bias is None else bias
-        o = LinearParams.init(rng, shape, draw=draw, bias=bias, scale=out_scale)
+        o = self._output_init(rng, draw, out_scale)
         return AttentionParams(q, kv, o, self._qk_norm_init(rng, norm, self.n_heads))
 
     def key_value_init(
@@ -132,6 +143,15 @@ class AttentionConfig:
         widths = (self.head_width, self.value_width)
         k, v = (self._qkv_init(rng, self.kv_heads * width, draw) for width in widths)
         return KeyValueParams(k, v, self._qk_norm_init(rng, norm, self.kv_heads))
+
+    def _output_init(
+        self, rng: Generator, draw: Draw, scale: float
+    ) -> LinearParams | BiasParams | None:
+        width = self.n_heads * self.value_width
+        if self.output == "linear":
+            bias = self.bias if self.o_bias is None else self.o_bias
+            return LinearParams.init(rng, (width, self.d_model), draw=draw, bias=bias, scale=scale)
+        return BiasParams(rng.full((width,), 0.0)) if self.output == "bias" else None
 
     def _qkv_init(self, rng: Generator, width: int, draw: Draw) -> LinearParams:
         bias = self.bias if self.qkv_bias is None else self.qkv_bias

@@ -1,4 +1,4 @@
-"""Linear layers, with or without a LoRA adapter, and several of the same input."""
+"""Linear layers, with or without a LoRA adapter, several of the same input, and a bias alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.backends import Generator
+from xformer.checks import require_gradient, require_shape
 from xformer.dispatch import overridable
 from xformer.initializers import Draw
+from xformer.ops.sum_to import sum_to
+from xformer.shapes import require_like
 from xformer.showing import short
 from xformer.tree import Constant, Frozen, value
 from xformer.typing import Array
@@ -44,11 +47,25 @@ class LoRAParams(NamedTuple):
     scale: Constant  # alpha / R
 
 
-def linear(x: Array, params: LinearParams | LoRAParams) -> tuple[Array, LinearCache | LoRACache]:
-    """y = x w + b; with a LoRA adapter y = x w + b + scale * (x a) b.
+@short
+class BiasParams(NamedTuple):
+    """Parameters of `linear` without a product, y = x + b, instead of LinearParams."""
+
+    b: Array  # (I,)
+
+
+def linear(
+    x: Array, params: LinearParams | LoRAParams | BiasParams
+) -> tuple[Array, LinearCache | LoRACache | BiasCache]:
+    """y = x w + b; with a LoRA adapter y = x w + b + scale * (x a) b; of BiasParams y = x + b.
 
     x: (..., I)   y: (..., O). ValueError for shapes that do not fit.
     """
+    if isinstance(params, BiasParams):
+        b = value(params.b)
+        require_like("linear", "b", b, x)
+        require_shape("linear", "b", b, x.shape[-1:])
+        return x + b, BiasCache(b, tuple(x.shape), isinstance(params.b, Frozen))
     if isinstance(params, LoRAParams):
         y, base = linear(x, params.base)
         low, down = linear(x, LinearParams(params.a, None))  # (..., R)
@@ -70,6 +87,21 @@ class LinearCache(NamedTuple):
         """Gradients of x and params; None for frozen ones."""
         dx, dw, db = self.op.backward(dy)
         return dx, LinearParams(dw, None if self.frozen_b else db)
+
+
+@short
+class BiasCache(NamedTuple):
+    """Saved by `linear` of BiasParams for backward: b, for its dtype, and the shape of x."""
+
+    b: Array
+    x_shape: tuple[int, ...]
+    frozen_b: bool
+
+    def backward(self, dy: Array) -> tuple[Array, BiasParams]:
+        """Gradients of x, which is dy, and params; None for a frozen one."""
+        require_gradient("linear", "dy", dy, self.b, self.x_shape)
+        db = None if self.frozen_b else sum_to(dy, shape=self.x_shape[-1:])
+        return dy, BiasParams(db)
 
 
 @short
