@@ -980,6 +980,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         {"norm_placement": "both"},
         'block: norm_placement must be one of "pre", "post", "sandwich", "output", got \'both\'',
     ),
+    (block_config, {"attn_norm": False, "parallel": True}, "block: parallel needs attn_norm"),
     (block_config, {"activation": "x"}, ACTIVATIONS),
     (
         block_config,

@@ -251,6 +251,9 @@ def _block() -> Iterator[Case]:
     wide: Options = {"attn": {"d_head": 5, "d_value": 2}, "norm": {"eps": 0.1}}
     yield _blocks("block: heads of other widths, eps", cross="memory", config=wide)
     yield _blocks("block: no norms", cross="memory", norms=False)
+    for place in ("pre", "post", "sandwich"):
+        bare: Options = {"attn_norm": False, "norm_placement": place}
+        yield _blocks(f"block: no norm of attention, {place}", cross="memory", config=bare)
     yield _blocks("block: no biases", cross="memory", config=NO_BIAS)
     yield _blocks("block: one key head", cross="memory", config={"attn": {"n_kv_heads": 1}})
     yield _blocks("block: positions", cross="memory", pos=True)

@@ -39,6 +39,8 @@ class BlockConfig:
         x + norm'(f(norm(x))); "output": x + norm(f(x))
     parallel: x + attn(norm(x)) + ffn(norm'(x)), with "pre" only
     shared_norm: with parallel, x + attn(norm(x)) + ffn(norm(x))
+    attn_norm: if False, the self-attention has no norm, and the others stay: with "pre" it is
+        x + f(x), with "post" too
     """
 
     attn: AttentionConfig
@@ -47,6 +49,7 @@ class BlockConfig:
     norm_placement: str = "pre"
     parallel: bool = False
     shared_norm: bool = False
+    attn_norm: bool = True
     dropout: float = 0.0  # of the output of each sublayer
 
     def __post_init__(self) -> None:
@@ -71,6 +74,8 @@ class BlockConfig:
             )
         if self.shared_norm and not self.parallel:
             raise ValueError("block: shared_norm needs parallel")
+        if self.parallel and not self.attn_norm:
+            raise ValueError("block: parallel needs attn_norm")
 
     @property
     def d_model(self) -> int:
@@ -110,13 +115,13 @@ class BlockConfig:
             return self.norm.init(rng, self.d_model) if has else None
 
         return BlockParams(
-            norm(before),
+            norm(before and self.attn_norm),
             attn,
             norm(before and cross),
             crossing,
             norm(before and not self.shared_norm),
             self._feed_forward_init(rng, draw, out_scale),
-            norm(after),
+            norm(after and self.attn_norm),
             norm(after and cross),
             norm(after),
         )
