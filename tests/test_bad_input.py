@@ -988,6 +988,11 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         "block: dropout must lie in [0, 1], got 1.5",
     ),
     (block_config, {"eps": -1.0}, "norm: eps must lie in [0, inf], got -1.0"),
+    (
+        block_config,
+        {"eps_inside": False, "norm": "rms", "bias": False},
+        'norm: eps_inside False needs kind "layer"',
+    ),
     (block_config, {"softcap": 0.0}, "attention: softcap must be positive and finite, got 0.0"),
     (
         block_config,

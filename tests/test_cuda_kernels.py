@@ -134,7 +134,11 @@ def test_rows(library: Backend, rows: int, width: int) -> None:
     require_exact(library, ops.gelu, 3 * x)
 
 
-NORMS = (NormConfig(eps=0.1), NormConfig("rms", eps=0.1, offset=1.0))
+NORMS = (
+    NormConfig(eps=0.1),
+    NormConfig("rms", eps=0.1, offset=1.0),
+    NormConfig(eps=0.1, eps_inside=False),
+)
 
 
 class Stacked(NamedTuple):

@@ -41,7 +41,7 @@ def add_norm(
     else:
         ops.layer_norm.reference.check((x, w, b), {}, ops.layer_norm)  # type: ignore[attr-defined]
         require_axis("layer_norm", x, -1)
-        y, cache = layer_norm.forward(x, r, w, b, config.eps)
+        y, cache = layer_norm.forward(x, r, w, b, config.eps, config.eps_inside)
     frozen = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
     return (cache.x, y), AddNormCache(cache, r is not None, *frozen)
 

@@ -54,6 +54,8 @@ def unsupported_model(params: StackParams, configs: Sequence[BlockConfig]) -> st
     """Return why the kernel cannot run for this model, whatever the token is."""
     if any(c.norm_placement == "post" for c in configs):
         return "post-LN"
+    if not all(c.norm.eps_inside for c in configs):
+        return "eps is outside the root"
     if not (params.memory is params.relative_bias is None):
         return "a shared memory or a relative bias"
     return unsupported_blocks(params.blocks, configs)

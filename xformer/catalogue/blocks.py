@@ -51,6 +51,7 @@ def _norm_params(rng: Generator, b: bool = True) -> layers.NormParams:
 
 
 RMS = layers.NormConfig("rms", eps=0.1, offset=1.0)
+OUTSIDE = layers.NormConfig(eps=0.1, eps_inside=False)
 
 
 def _norm() -> Iterator[Case]:
@@ -65,6 +66,7 @@ def _norm() -> Iterator[Case]:
 
     yield case("layer", layers.NormConfig(eps=0.1), b=True)
     yield case("layer, no b", layers.NormConfig(), b=False)
+    yield case("layer, eps outside the root", OUTSIDE, b=True)
     yield case("rms", RMS, b=False)
 
 
@@ -78,6 +80,7 @@ def _add_norm() -> Iterator[Case]:
 
     yield case("layer", layers.NormConfig(eps=0.1), True, 5, 4)
     yield case("layer, no b", layers.NormConfig(), False, 5, 4)
+    yield case("layer, eps outside the root", OUTSIDE, True, 5, 4)
     yield case("rms", RMS, False, 5, 4)
     yield case("rms, a row", RMS, False)
     yield case("layer, no r", layers.NormConfig(eps=0.1), True, 5, 4, r=False)
@@ -250,6 +253,8 @@ def _block() -> Iterator[Case]:
     yield _blocks("block: ready keys and values", cross="shared", config={"attn": {"d_value": 2}})
     wide: Options = {"attn": {"d_head": 5, "d_value": 2}, "norm": {"eps": 0.1}}
     yield _blocks("block: heads of other widths, eps", cross="memory", config=wide)
+    outside: Options = {"norm": {"eps": 0.1, "eps_inside": False}}
+    yield _blocks("block: eps outside the root", cross="memory", config=outside)
     yield _blocks("block: no norms", cross="memory", norms=False)
     for place in ("pre", "post", "sandwich"):
         bare: Options = {"attn_norm": False, "norm_placement": place}

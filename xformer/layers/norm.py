@@ -25,12 +25,15 @@ class NormConfig:
     eps: float = 1e-5
     offset: float = 0.0  # "rms": added to the weight (Gemma: 1)
     bias: bool = True  # of "layer"; "rms" has none
+    eps_inside: bool = True  # of "layer"; False: eps is added to the standard deviation
 
     def __post_init__(self) -> None:
         plain_numbers(self)
         if self.kind not in ("layer", "rms"):
             raise ValueError(f'norm: kind must be "layer" or "rms", got {self.kind!r}')
         number("norm", "eps", self.eps, low=0)
+        if not self.eps_inside and self.kind != "layer":
+            raise ValueError('norm: eps_inside False needs kind "layer"')
         if number("norm", "offset", self.offset) and self.kind != "rms":
             raise ValueError('norm: offset needs kind "rms"')
 
@@ -63,7 +66,8 @@ def norm(x: Array, params: NormParams, *, config: NormConfig) -> tuple[Array, No
             raise ValueError('norm: kind "rms" has no bias, got params.b')
         y, cache = ops.rms_norm(x, value(params.w), eps=config.eps, offset=config.offset)
     else:
-        y, cache = ops.layer_norm(x, value(params.w), value(params.b), eps=config.eps)
+        where: Any = {"eps": config.eps, "eps_inside": config.eps_inside}
+        y, cache = ops.layer_norm(x, value(params.w), value(params.b), **where)
     frozen = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
     return y, NormCache(cache, *frozen)
 

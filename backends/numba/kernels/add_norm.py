@@ -19,6 +19,8 @@ def unsupported(x: Array, r: Array | None, params: NormParams, *, config: NormCo
     """Return why the kernel cannot run, or None if it can."""
     if config.kind == "rms" and params.b is not None:
         return "RMSNorm has no bias"
+    if not config.eps_inside:
+        return "eps is outside the root"
     w_and_b = value(params.w), value(params.b)
     if any(param is not None and param.shape != x.shape[-1:] for param in w_and_b):
         return "shapes do not fit"
