@@ -785,10 +785,30 @@ ATTENTION_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "attention: n_heads must be an int of at least 1, got 2.0",
     ),
-    "two axes": (
-        lambda: attend(SEQUENCE[0]),
+    "one axis": (
+        lambda: attend(SEQUENCE[0, 0]),
         ValueError,
-        "attention: sequences must be (B, T, D), got shape (5, 6)",
+        "attention: sequences must be (B, T, D) or (T, D), got shape (6,)",
+    ),
+    "four axes": (
+        lambda: attend(SEQUENCE[None]),
+        ValueError,
+        "attention: sequences must be (B, T, D) or (T, D), got shape (1, 2, 5, 6)",
+    ),
+    "a batch and the memory of one sequence": (
+        lambda: attend(SEQUENCE, ATTENTION, SEQUENCE[0]),
+        ValueError,
+        "attention: memory must have as many axes as x, 3, got shape (5, 6)",
+    ),
+    "one sequence and a batch of memories": (
+        lambda: attend(SEQUENCE[0], ATTENTION, SEQUENCE[:1]),
+        ValueError,
+        "attention: memory must have as many axes as x, 2, got shape (1, 5, 6)",
+    ),
+    "memory in a list": (
+        lambda: attend(SEQUENCE, ATTENTION, SEQUENCE.tolist()),
+        TypeError,
+        "attention: memory must be an array, got list",
     ),
     "wrong width": (
         lambda: attend(numbers(2, 5, 7)),

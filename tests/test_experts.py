@@ -275,7 +275,7 @@ def test_mixture_says_what_does_not_fit(library: Backend) -> None:
         with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}"):
             layers.mixture(x, params._replace(**change), config=CONFIG)
 
-    fails("mixture: x must be (B, T, D), got shape (7, 3)", x=x[0, ...])
+    fails("mixture: x must be (B, T, D) or (T, D), got shape (3,)", x=x[0, 0, ...])
     fails("mixture: x must be an array, got float", x=1.5)
     fails("mixture: router must be (D, E) = (3, 5), got shape (3, 4)", router=params.router[:, :4])
     fails("mixture: router must be an array, got None", router=None)

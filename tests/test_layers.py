@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from block_configs import block_config
 
-from xformer import layers, reference_only
+from xformer import RandomKey, layers, reference_only, tree
 from xformer.backends import Backend
 from xformer.layers.residual import Branch, residuals
+from xformer.models import EncoderDecoder, LanguageModel
 
 
 def test_causal_blocks_do_not_look_ahead(library: Backend) -> None:
@@ -44,6 +45,56 @@ def test_heads_attend_for_themselves(library: Backend) -> None:
             e = np.exp(q @ k.T / 3**0.5)
             wanted = e / e.sum(axis=1, keepdims=True) @ memory[b] @ w_v[:, 2 * g : 2 * g + 2]
             assert np.allclose(y[b, :, 2 * h : 2 * h + 2], wanted, rtol=1e-12, atol=1e-14)
+
+
+EXPERTS = layers.ExpertsConfig(n_experts=3, top_k=2, d_ff=11)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pre": {},
+    "post": {"norm_placement": "post"},
+    "bare": {"attn_norm": False, "output": "bias"},
+    "parallel": {"parallel": True},
+    "experts": {"experts": EXPERTS},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_sequence_is_a_batch_of_one(library: Backend, name: str) -> None:
+    """With the same numbers and gradients, and an axis less."""
+    rng = library.generator(0, "float64")
+    config = block_config(d_model=6, n_heads=2, d_ff=11, dropout=0.3, **OPTIONS[name])
+    cross = name != "parallel"
+    params = config.init(rng, cross=cross)
+    x, dy = rng.normal((5, 6)), rng.normal((5, 6))
+    memory = rng.normal((7, 6)) if cross else None
+    options: Any = {"config": config, "causal": True, "dropout_key": RandomKey(3)}
+    one, one_cache = layers.block(x, params, memory, **options)
+    batch = None if memory is None else memory[None, ...]
+    many, many_cache = layers.block(x[None, ...], params, batch, **options)
+    got = one_cache.backward(dy)
+    wanted = many_cache.backward(dy[None, ...])
+    assert one.shape == got[0].shape == (5, 6)
+    for a, b in zip((one, got[0], got[2]), (many, wanted[0], wanted[2]), strict=True):
+        if a is not None:
+            assert np.array_equal(library.to_numpy(a), library.to_numpy(b)[0])
+    for name, grad in tree.flatten(got[1]).items():
+        other = tree.flatten(wanted[1])[name]
+        assert np.array_equal(library.to_numpy(grad), library.to_numpy(other)), name
+
+
+def test_models_of_vectors_take_batches(library: Backend) -> None:
+    rng = library.generator(0, "float64")
+    blocks = (block_config(d_model=6, n_heads=2, d_ff=11),)
+    x = rng.normal((5, 6))
+    model = LanguageModel(None, blocks, head=None)
+    message = r"must be \(B, T, D\), got shape \(5, 6\)$"
+    with pytest.raises(ValueError, match=rf"^LanguageModel: tokens {message}"):
+        model.forward(model.init_from(rng), x)
+    pair = EncoderDecoder(blocks, blocks)
+    params = pair.init_from(rng)
+    with pytest.raises(ValueError, match=rf"^EncoderDecoder: src {message}"):
+        pair.encode(params, x)
+    with pytest.raises(ValueError, match=rf"^EncoderDecoder: tgt {message}"):
+        pair.decode_target(params, x[None, ...], None, x)
 
 
 def test_with_a_past_nothing_is_kept(library: Backend) -> None:

@@ -79,6 +79,13 @@ def require_tokens(op: str, name: str, ids: Any) -> None:
         raise ValueError(f"{op}: {name} must be (B, T), got shape {tuple(ids.shape)}")
 
 
+def require_vectors(op: str, name: str, x: Any) -> None:
+    """TypeError unless `x` is an array, ValueError unless its shape is (B, T, D)."""
+    require_array(op, name, x)
+    if x.ndim != 3:
+        raise ValueError(f"{op}: {name} must be (B, T, D), got shape {tuple(x.shape)}")
+
+
 def require_ids(op: str, name: str, ids: Any, size: int, like: Array) -> Array:
     """`ids` in the dtype of indices.
 

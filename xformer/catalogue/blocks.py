@@ -196,6 +196,7 @@ def _blocks(
     relative_bias: layers.RelativeConfig | None = None,
     config: Options | None = None,
     second: Options | None = None,  # other options of the second block
+    batch: tuple[int, ...] = (5,),  # (): one sequence
     **options: Any,
 ) -> Case:
     """A case of a block, of blocks or of a stack, according to the first word of `name`."""
@@ -216,14 +217,14 @@ def _blocks(
         if not norms:
             params = params._replace(attn_norm=None, cross_norm=None, ffn_norm=None)
         ready = cross in ("shared", "each") and not is_stack
-        memory: Any = rng.normal((5, 7, 6)) if cross else None
+        memory: Any = rng.normal((*batch, 7, 6)) if cross else None
         if ready:
             n, widths = cfg.attn.kv_heads, (cfg.attn.head_width, cfg.attn.value_width)
             k, v = ((5, n, 7, width) for width in widths)
             pairs = tuple(layers.KeyValue(rng.normal(k), rng.normal(v)) for _ in cfgs)
             memory = pairs if cross == "each" else pairs[0]
         args = (
-            rng.normal((5, 4, 6)),
+            rng.normal((*batch, 4, 6)),
             random(rng, params),
             memory,
             None if bias is None else rng.normal(bias),
@@ -260,6 +261,8 @@ def _block() -> Iterator[Case]:
         bare: Options = {"attn_norm": False, "norm_placement": place}
         yield _blocks(f"block: no norm of attention, {place}", cross="memory", config=bare)
     yield _blocks("block: no biases", cross="memory", config=NO_BIAS)
+    one: Options = {"batch": (), "causal": True}
+    yield _blocks("block: one sequence", cross="memory", pos=True, bias=(2, 1, 4), **one)
     yield _blocks("block: one key head", cross="memory", config={"attn": {"n_kv_heads": 1}})
     yield _blocks("block: positions", cross="memory", pos=True)
     yield _blocks("block: dropout", cross="memory", config=DROPOUT, dropout_key=KEY)
@@ -288,6 +291,9 @@ def _modern_block() -> Iterator[Case]:
     for output in ("bias", "none"):
         bare: Options = {"attn": {"output": output}}
         yield _blocks(f"block: heads' output {output}", cross="memory", config=bare)
+    yield _blocks(
+        "block: Mixtral, one sequence", config=LLAMA | {"ffn": experts}, batch=(), **turned
+    )
     yield _blocks("block: parallel", config={"parallel": True})
     shared: Options = {"parallel": True, "shared_norm": True, **DROPOUT}
     yield _blocks("block: parallel, one norm, dropout", config=shared, dropout_key=KEY)
@@ -320,6 +326,8 @@ def _several() -> Iterator[Case]:
     yield _blocks("blocks: memory, masks, checkpointing", cross="memory", **again, **BLOCK_MASKS)
     yield _blocks("blocks: ready keys and values", cross="shared", config={"attn": {"d_value": 2}})
     yield _blocks("blocks: ready keys and values of each layer", cross="each")
+    one: Options = {"batch": (), "activation_checkpointing": True}
+    yield _blocks("blocks: one sequence, memory, checkpointing", cross="memory", **one)
     yield _blocks("blocks: dropout", config=RATES, dropout_key=KEY)
 
 
@@ -340,6 +348,8 @@ def _stack() -> Iterator[Case]:
     yield _blocks("stack: one block for both layers", n_blocks=1)
     relative_bias = layers.RelativeConfig(2, n_buckets=8, max_distance=6)
     yield _blocks("stack: relative bias", relative_bias=relative_bias)
+    one: Options = {"batch": (), "cross": "shared", "relative_bias": relative_bias}
+    yield _blocks("stack: one sequence, shared memory, relative bias", **one)
     yield _blocks("stack: relative bias and bias", relative_bias=relative_bias, bias=(5, 1, 4, 4))
     yield _blocks("stack: other windows, rotary", second={"attn": {"window": (1, 1)}}, **TURNED)
     again: Options = {

@@ -108,6 +108,7 @@ def _attention() -> Iterator[Case]:
         shaw: str = "",  # the tables: "k" or "kv"
         pos: str = "",  # "q", "qk"
         bias: tuple[int, ...] | None = None,
+        batch: tuple[int, ...] = (5,),  # (): one sequence
         **options: Any,
     ) -> Case:
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
@@ -138,12 +139,12 @@ def _attention() -> Iterator[Case]:
             )
             source: Any = None
             if memory == "array":
-                source = rng.normal((5, 7, width))
+                source = rng.normal((*batch, 7, width))
             elif memory == "ready":
-                k_heads, v_heads = ((5, groups, 7, n) for n in (k, m))
+                k_heads, v_heads = ((*(batch or (1,)), groups, 7, n) for n in (k, m))
                 source = layers.KeyValue(rng.normal(k_heads), rng.normal(v_heads))
             args = (
-                rng.normal((5, 4, 6)),
+                rng.normal((*batch, 4, 6)),
                 params,
                 source,
                 None if bias is None else rng.normal(bias),
@@ -166,6 +167,10 @@ def _attention() -> Iterator[Case]:
     yield case("memory, positions of queries", memory="array", pos="q")
     yield case("memory, padding", memory="array", mask=mask((5, 1, 1, 7), DEAD_BATCH))
     yield case("ready keys and values", memory="ready", m=2)
+    one: Options = {"batch": (), "bias": (2, 4, 1), "pos": "q"}
+    yield case("one sequence", o="none", norms=(6, 6), causal=True, **one)
+    yield case("one sequence, memory", memory="array", batch=(), mask=mask((4, 7)))
+    yield case("one sequence, ready keys and values", memory="ready", batch=(), m=2)
     yield case("no output projection", o="none", m=2)
     yield case("bias alone after the heads", o="bias", m=2)
     yield case("no biases", b=False)
@@ -195,7 +200,13 @@ def _attention() -> Iterator[Case]:
 
 def _key_value() -> Iterator[Case]:
     def case(
-        note: str, m: int, k: int = 3, pos: bool = False, norm: bool = False, **options: Any
+        note: str,
+        m: int,
+        k: int = 3,
+        pos: bool = False,
+        norm: bool = False,
+        batch: tuple[int, ...] = (5,),
+        **options: Any,
     ) -> Case:
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
             params = layers.KeyValueParams(
@@ -203,13 +214,14 @@ def _key_value() -> Iterator[Case]:
                 linear_params(rng, 6, 2 * m),
                 layers.NormParams(rng.normal((k,)), None) if norm else None,
             )
-            args = (rng.normal((5, 7, 6)), params, rng.normal((7, k)) if pos else None)
+            args = (rng.normal((*batch, 7, 6)), params, rng.normal((7, k)) if pos else None)
             return partial(layers.key_value, n_kv_heads=2, **drawn(rng, backend, options)), args
 
         return _layer(f"key_value: {note}", make)
 
     yield case("plain", m=5)
     yield case("positions", m=3, pos=True)
+    yield case("one sequence", m=5, batch=())
     eps: Options = {"k_norm": layers.NormConfig("rms", eps=0.1)}
     yield case("norm, rotary", m=5, k=4, norm=True, rotary=turning(7), **eps)
 
@@ -255,13 +267,18 @@ def _mixture_and_logits(x: Array, params: layers.ExpertsParams, **options: Any) 
 
 def _mixture() -> Iterator[Case]:
     def case(
-        note: str, function: Function = layers.mixture, *, top_k: int = 2, **options: Any
+        note: str,
+        function: Function = layers.mixture,
+        *,
+        top_k: int = 2,
+        batch: tuple[int, ...] = (5,),
+        **options: Any,
     ) -> Case:
         cfg = layers.ExpertsConfig(n_experts=3, top_k=top_k, d_ff=11, **options)
 
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
             params = cfg.init(rng, 6, draw=lambda rng, s: rng.normal(s, std=s[0] ** -0.5))
-            return partial(function, config=cfg), (rng.normal((5, 4, 6)), params)
+            return partial(function, config=cfg), (rng.normal((*batch, 4, 6)), params)
 
         return _layer(f"mixture: {note}", make)
 
@@ -269,6 +286,7 @@ def _mixture() -> Iterator[Case]:
     yield case("1 of 3", top_k=1)
     yield case("2 of 3, as they are", normalise=False)
     yield case("2 of 3, relu", activation="relu")
+    yield case("2 of 3, one sequence", batch=())
     yield case("2 of 3, auxiliary loss", _mixture_and_logits)
 
 

@@ -13,7 +13,7 @@ from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.linear import BiasParams, LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.ops.sum_to import sum_to
-from xformer.shapes import require_like
+from xformer.shapes import require_array, require_like
 from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
@@ -82,8 +82,9 @@ def attention(
     With BiasParams as params.o y is concat(heads) + b_o, without params.o concat(heads).
     Queries and keys are normalised if params have q_norm and k_norm, and then rotated by `rotary`.
 
-    x: (B, T, D)   y: (B, T, D')
-    memory: (B, S, D_m), or a KeyValue, which several layers may share; None: self-attention
+    x: (B, T, D), or one sequence (T, D)   y: (B, T, D') or (T, D')
+    memory: (B, S, D_m), or (S, D_m) for one sequence; or a KeyValue, which several layers may
+        share, with B = 1 for one sequence; None: self-attention
     bias, mask, causal, window, softcap, scale, dropout_rate, dropout_key: of `ops.sdpa`
     pos: (T, K), added to the queries of every head; in self-attention to keys and values too
     memory_pos: (S, K), added to the keys and values of the memory
@@ -108,6 +109,7 @@ def attention(
     if memory is None:
         kv, kv_saved = _key_value(mapped[1:], kv_params, pos, n_kv_heads, **qk_options)
     elif kv_params is not None:
+        _require_axes(memory, x)
         options: Any = {"n_kv_heads": n_kv_heads, "k_norm": qk_norm}
         kv, kv_saved = key_value(memory, kv_params, memory_pos, **options)
     n_new = kv.k.shape[2]
@@ -139,7 +141,7 @@ def attention(
     else:
         _require_no("shaw", extras)
         ctx, core = ops.shaw(q, k, v, value(params.shaw.k), value(params.shaw.v), **options)
-    y, o_cache = merge_heads(ctx), None
+    y, o_cache = merge_heads(ctx, x.ndim), None
     if params.o is not None:
         y, o_cache = linear(y, params.o)
     tables = (params.sinks,) if params.shaw is None else params.shaw
@@ -211,7 +213,7 @@ def key_value(
 
     Keys are normalised if params have k_norm, and then rotated by `rotary`.
 
-    x: (B, S, D)   k: (B, G, S, K)   v: (B, G, S, M)
+    x: (B, S, D), or (S, D) with B = 1   k: (B, G, S, K)   v: (B, G, S, M)
     pos: (S, K), added to keys and values of every head, so that M = K; None: nothing is added
     rotary: RoPE tables; None: no rotation
     k_norm: the norm of the keys; None: RMSNorm
@@ -279,7 +281,7 @@ def _heads(
     rotary: layers.RopeTables | None = None,
     config: NormConfig | None = None,
 ) -> tuple[Array, HeadsCache]:
-    """rope(norm(split_heads(y) + pos)). y: (B, T, H * K). A norm of all heads is applied first."""
+    """rope(norm(split_heads(y) + pos)). y: (..., T, H * K). A norm of all heads comes first."""
     (n_heads,) = require_sizes("attention", 1, n_heads=n_heads)
     width = y.shape[-1]
     if width % n_heads:
@@ -300,7 +302,7 @@ def _heads(
     if rotary is not None:
         heads, rope_cache = ops.rope(heads, **rotary._asdict())
     pos_shape = None if pos is None else tuple(pos.shape)
-    return heads, HeadsCache(all_norm, head_norm, rope_cache, n_heads, pos_shape)
+    return heads, HeadsCache(all_norm, head_norm, rope_cache, n_heads, pos_shape, y.ndim)
 
 
 def _is_kept(*steps: Any) -> bool:
@@ -312,7 +314,7 @@ def _is_kept(*steps: Any) -> bool:
 class HeadsCache(NamedTuple):
     """Saved by `_heads` for backward: the caches of the norm and RoPE; None for absent steps.
 
-    Splitting into heads and adding positions need only the number of heads and a shape.
+    Splitting into heads and adding positions need only numbers and a shape.
     """
 
     all_norm: Any  # a norm of all heads together
@@ -320,6 +322,7 @@ class HeadsCache(NamedTuple):
     rope: Any  # of `ops.rope`
     n_heads: int
     pos_shape: tuple[int, ...] | None  # of pos; None: no positions were added
+    ndim: int  # 3, or 2 for one sequence
 
     def backward(self, dheads: Array) -> tuple[Array, NormParams | None, Array | None]:
         """Gradients of y, norm_params and pos."""
@@ -329,7 +332,7 @@ class HeadsCache(NamedTuple):
         if self.head_norm is not None:
             dheads, dnorm = self.head_norm.backward(dheads)
         dpos = None if self.pos_shape is None else sum_to(dheads, shape=self.pos_shape)
-        dy = merge_heads(dheads)
+        dy = merge_heads(dheads, self.ndim)
         if self.all_norm is not None:
             dy, dnorm = self.all_norm.backward(dy)
         return dy, dnorm, dpos
@@ -369,6 +372,15 @@ def _require_memory(
         raise ValueError("attention: rotary and kv_cache need self-attention, but memory was given")
 
 
+def _require_axes(memory: Any, x: Array) -> None:
+    require_array("attention", "memory", memory)
+    if memory.ndim != x.ndim:
+        raise ValueError(
+            f"attention: memory must have as many axes as x, {x.ndim}, "
+            f"got shape {tuple(memory.shape)}"
+        )
+
+
 def _require_positions(name: str, pos: Array, heads: Array) -> None:
     require_like("attention", f"positions for {name}", pos, heads)
     if tuple(pos.shape) != tuple(heads.shape[2:]):
@@ -379,16 +391,18 @@ def _require_positions(name: str, pos: Array, heads: Array) -> None:
 
 
 def split_heads(x: Array, n_heads: int) -> Array:
-    """(B, T, H * K) -> (B, H, T, K)."""
-    if x.ndim != 3:
-        raise ValueError(f"attention: sequences must be (B, T, D), got shape {tuple(x.shape)}")
+    """(B, T, H * K) -> (B, H, T, K); (T, H * K) -> (1, H, T, K)."""
+    if x.ndim not in (2, 3):
+        raise ValueError(
+            f"attention: sequences must be (B, T, D) or (T, D), got shape {tuple(x.shape)}"
+        )
     xp = array_namespace(x)
-    b, t, width = x.shape
+    b, t, width = (1, *x.shape)[-3:]
     return xp.permute_dims(xp.reshape(x, (b, t, n_heads, width // n_heads)), (0, 2, 1, 3))
 
 
-def merge_heads(x: Array) -> Array:
-    """(B, H, T, K) -> (B, T, H * K)."""
+def merge_heads(x: Array, ndim: int = 3) -> Array:
+    """(B, H, T, K) -> (B, T, H * K); with ndim 2, (1, H, T, K) -> (T, H * K)."""
     xp = array_namespace(x)
     b, h, t, k = x.shape
-    return xp.reshape(xp.permute_dims(x, (0, 2, 1, 3)), (b, t, h * k))
+    return xp.reshape(xp.permute_dims(x, (0, 2, 1, 3)), (b, t, h * k)[-ndim:])

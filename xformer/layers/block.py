@@ -169,9 +169,9 @@ def block(
 
     With config.parallel, attention and feed-forward read the same x (`layers.parallel`).
 
-    x, y: (B, T, D)
-    memory: (B, S, D), or a KeyValue, which several layers may share; needed if and only if
-        params.cross is given
+    x, y: (B, T, D), or one sequence (T, D)
+    memory: (B, S, D) or (S, D), or a KeyValue, which several layers may share; needed if and only
+        if params.cross is given
     bias, mask, causal, rotary, kv_cache: of the self-attention
     pos, memory_pos: added to queries, keys and values (`layers.attention`)
     memory_mask: of the cross-attention

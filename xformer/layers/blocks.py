@@ -35,10 +35,10 @@ def blocks(
 ) -> tuple[Array, BlocksCache]:
     """y = block_n(... block_1(x)). Every block gets bias, positions and masks.
 
-    x, y: (B, T, D)
+    x, y: (B, T, D), or one sequence (T, D)
     params: of each block; with fewer blocks than layers, equal runs of layers share a block
-    memory: (B, S, D) or a KeyValue for all layers, or a KeyValue for each layer, whose gradient is
-        a tuple; None without cross-attention
+    memory: (B, S, D), (S, D) or a KeyValue for all layers, or a KeyValue for each layer, whose
+        gradient is a tuple; None without cross-attention
     bias, pos, memory_pos, rotary, mask, causal, memory_mask, dropout_key: of `layers.block`
     configs: of each layer
     kv_cache: of each layer; then nothing is saved for backward

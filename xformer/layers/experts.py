@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,12 +79,12 @@ def mixture(
     logits, the expert of lower index is first. The cache has `router_logits` (N, E) and `ids`
     (N, C) for auxiliary losses; N = B * T, C = top_k.
 
-    x, y: (B, T, D)
+    x, y: (B, T, D), or one sequence (T, D) with B = 1
     ValueError for shapes that do not fit. Derivation: docs/derivations/experts.md
     """
     _require_fit(x, params, config)
     xp = array_namespace(x)
-    rows = xp.reshape(x, (x.shape[0] * x.shape[1], x.shape[2]))  # (N, D)
+    rows = xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))  # (N, D)
     logits, router = linear(rows, LinearParams(params.router, None))  # (N, E)
     ids = xp.argsort(logits, axis=-1, descending=True, stable=True)[:, : config.top_k]
     if config.normalise:
@@ -135,7 +136,7 @@ class MixtureCache(NamedTuple):
         require_gradient("mixture", "dy", dy, self.router_logits, self.shape)
         xp = array_namespace(dy)
         dx, *dexperts, dweights = self.experts.backward(
-            xp.reshape(dy, (self.ids.shape[0], self.shape[2]))
+            xp.reshape(dy, (self.ids.shape[0], self.shape[-1]))
         )
         if self.normalise:
             dlogits = self._spread(self.softmax.backward(dweights))
@@ -159,9 +160,9 @@ class MixtureCache(NamedTuple):
 
 def _require_fit(x: Array, params: ExpertsParams, config: ExpertsConfig) -> None:
     require_array("mixture", "x", x)
-    if x.ndim != 3:
-        raise ValueError(f"mixture: x must be (B, T, D), got shape {tuple(x.shape)}")
-    d, e, f = x.shape[2], config.n_experts, config.d_ff
+    if x.ndim not in (2, 3):
+        raise ValueError(f"mixture: x must be (B, T, D) or (T, D), got shape {tuple(x.shape)}")
+    d, e, f = x.shape[-1], config.n_experts, config.d_ff
     shapes = {"(D, E)": (d, e), "(E, D, F)": (e, d, f), "(E, F, D)": (e, f, d)}
     letters = ("(D, E)", "(E, D, F)", "(E, D, F)", "(E, F, D)")
     for name, array, letter in zip(params._fields, map(value, params), letters, strict=True):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer import renamed
-from xformer.checks import require_gradient, require_mask
-from xformer.shapes import STORED, dtype_name, require_array
+from xformer.checks import require_gradient, require_mask, require_vectors
+from xformer.shapes import STORED, dtype_name
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -27,11 +27,9 @@ def pool(x: Array, *, pooling: str = "mean", mask: Array | None = None) -> tuple
     """
     if pooling not in POOLINGS:
         raise ValueError(f"pool: pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
-    require_array("pool", "x", x)
+    require_vectors("pool", "x", x)
     if dtype_name(x) in STORED:
         raise TypeError(f"pool: x must be float32 or float64, got {dtype_name(x)}")
-    if x.ndim != 3:
-        raise ValueError(f"pool: x must be (B, T, D), got shape {tuple(x.shape)}")
     if mask is not None:
         require_mask("pool", "mask", mask, x)
         if tuple(mask.shape) != tuple(x.shape[:2]):

@@ -97,12 +97,12 @@ def stack(
 ) -> tuple[Array, StackCache]:
     """y = dropout(norm(block_n(... block_1(x)))). Every block gets memory, bias and positions.
 
-    x, y: (B, T, D)
+    x, y: (B, T, D), or one sequence (T, D)
     params: of each block; with fewer blocks than layers, equal runs of layers share a block
         (ALBERT, arXiv:1909.11942). With params.memory, the memory is projected to keys and values
         once for all blocks. Without params.norm there is no final norm.
-    memory: (B, S, D); for decoding, keys and values for each layer (`memory_of`); None without
-        cross-attention
+    memory: (B, S, D) or (S, D); for decoding, keys and values for each layer (`memory_of`); None
+        without cross-attention
     bias, pos, memory_pos, rotary, mask, causal, memory_mask, dropout_key: of `layers.block`
     configs: one for each layer
     relative_bias: the configuration of params.relative_bias; the relative bias is added to bias
@@ -131,7 +131,7 @@ def stack(
             "stack: params.relative_bias and relative_bias need each other, got only one"
         )
     if relative_bias is not None:
-        sizes = _sizes(x.shape[1], kv_cache, n_cached)
+        sizes = _sizes(x.shape[-2], kv_cache, n_cached)
         table = value(params.relative_bias)
         more, relative_bias_cache = layers.relative_bias(table, config=relative_bias, **sizes)
         bias = more if bias is None else bias + more

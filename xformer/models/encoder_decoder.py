@@ -11,7 +11,7 @@ from array_api_compat import array_namespace, device
 
 from xformer import backends, ops, renamed, tree
 from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_mask, require_tokens
+from xformer.checks import number, plain_numbers, require_mask, require_tokens, require_vectors
 from xformer.dispatch import inference, saved
 from xformer.initializers import normal, xavier_uniform
 from xformer.layers.advance import advance
@@ -564,6 +564,7 @@ def _embedded(
     """The embedded sequence, and its positions if the heads need them; vectors unchanged."""
     require_present("EncoderDecoder", f"params.{name}_embed", params, config is not None)
     if params is None or config is None:
+        require_vectors("EncoderDecoder", name, x)
         return (x, None), None
     require_tokens("EncoderDecoder", name, x)
     return embed(params, ids=x, config=config, dropout_key=key)

@@ -12,7 +12,7 @@ from array_api_compat import array_namespace
 
 from xformer import backends, layers, models, ops, renamed
 from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_tokens
+from xformer.checks import number, plain_numbers, require_tokens, require_vectors
 from xformer.dispatch import inference, saved
 from xformer.initializers import normal
 from xformer.layers.block import SITES, BlockConfig
@@ -270,6 +270,7 @@ class LanguageModel:
         if self.embed is None or params.embed is None:
             if types is not None:
                 raise ValueError("LanguageModel: types need an embedding, and there is none")
+            require_vectors("LanguageModel", "tokens", tokens)
             return (tokens, None), None
         require_tokens("LanguageModel", "tokens", tokens)
         in_embed = self.embed.positions != "none"
