@@ -1000,6 +1000,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         {"norm_placement": "both"},
         'block: norm_placement must be one of "pre", "post", "sandwich", "output", got \'both\'',
     ),
+    (block_config, {"down": False}, "block: ffn without down needs d_ff = d_model = 8, got 16"),
     (block_config, {"attn_norm": False, "parallel": True}, "block: parallel needs attn_norm"),
     (block_config, {"activation": "x"}, ACTIVATIONS),
     (

@@ -137,6 +137,7 @@ def test_who_runs_and_why(library: Backend, lt: Any) -> None:
     for wanted, found in (
         ("only gelu_tanh, and no gate", why(activation="gelu")),
         ("only gelu_tanh, and no gate", why(gated, **fused)),
+        ("no second linear layer", why(params._replace(down=None), **fused)),
         ("dropout of the hidden layer", why(dropout_rate=0.1, dropout_key=RandomKey(1), **fused)),
         ("dropout of the hidden layer", why(dropout_rate=2.0, **fused)),
         ("its GELU has too few digits for float32", why(wide, library.upcast(x), **fused)),

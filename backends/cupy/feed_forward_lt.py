@@ -36,6 +36,8 @@ def unsupported(
     """Return why the kernel cannot run, or None if it can."""
     if activation != "gelu_tanh" or params.gate is not None:
         return "only gelu_tanh, and no gate"
+    if params.down is None:
+        return "no second linear layer"
     if dropout_rate:
         return "dropout of the hidden layer"
     if dtype_name(x) != "bfloat16":
@@ -57,7 +59,8 @@ def feed_forward(
     dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, FeedForwardCache]:
     """Return (y = hidden w_down + b_down, cache); hidden = gelu(before), before = x w_up + b_up."""
-    (w, b), (w_down, b_down) = params.up, params.down
+    down: Any = params.down
+    (w, b), (w_down, b_down) = params.up, down
     check = ops.linear.reference.check  # type: ignore[attr-defined]
     check((x, w, b), {}, ops.linear)
     rows, w = PRODUCTS.rows(x), PRODUCTS.matrix(w)

@@ -260,6 +260,8 @@ def _block() -> Iterator[Case]:
     for place in ("pre", "post", "sandwich"):
         bare: Options = {"attn_norm": False, "norm_placement": place}
         yield _blocks(f"block: no norm of attention, {place}", cross="memory", config=bare)
+    short: Options = {"ffn": {"d_ff": 6, "down": False}}
+    yield _blocks("block: feed-forward of one linear layer", config=short)
     yield _blocks("block: no biases", cross="memory", config=NO_BIAS)
     one: Options = {"batch": (), "causal": True}
     yield _blocks("block: one sequence", cross="memory", pos=True, bias=(2, 1, 4), **one)

@@ -227,22 +227,28 @@ def _key_value() -> Iterator[Case]:
 
 
 def _feed_forward() -> Iterator[Case]:
-    def case(activation: str, b: bool = True, gate: bool = False, **options: Any) -> Case:
+    def case(
+        activation: str, b: bool = True, gate: bool = False, down: bool = True, **options: Any
+    ) -> Case:
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
-            up, down = linear_params(rng, 6, 11, b), linear_params(rng, 11, 6, b)
+            up = linear_params(rng, 6, 11, b)
+            down_params = linear_params(rng, 11, 6, b) if down else None
             params = layers.FeedForwardParams(
-                up, down, linear_params(rng, 6, 11, b) if gate else None
+                up, down_params, linear_params(rng, 6, 11, b) if gate else None
             )
             fn = partial(layers.feed_forward, activation=activation, **options)
             return fn, (rng.normal((5, 4, 6)), params)
 
         note = f"{', gated' if gate else ''}{'' if b else ', no biases'}"
+        note += "" if down else ", no second linear layer"
         dropped = ", dropout" if options else ""
         return _layer(f"feed_forward: {activation}{note}{dropped}", make)
 
     for activation in ACTIVATIONS:
         yield case(activation)
     yield case("relu", b=False)
+    yield case("gelu_tanh", down=False)
+    yield case("silu", gate=True, down=False, dropout_rate=0.3, dropout_key=KEY)
     for activation in ("silu", "gelu"):
         yield case(activation, gate=True)
     yield case("silu", b=False, gate=True, dropout_rate=0.3, dropout_key=KEY)

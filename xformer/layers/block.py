@@ -62,6 +62,12 @@ class BlockConfig:
             raise TypeError(
                 f"block: ffn must be a FeedForwardConfig or ExpertsConfig, got {self.ffn!r:.60}"
             )
+        is_short = isinstance(self.ffn, FeedForwardConfig) and not self.ffn.down
+        if is_short and self.ffn.d_ff != self.d_model:
+            raise ValueError(
+                f"block: ffn without down needs d_ff = d_model = {self.d_model}, "
+                f"got {self.ffn.d_ff}"
+            )
         number("block", "dropout", self.dropout, low=0, high=1)
         if self.norm_placement not in NORMS:
             names = ", ".join(f'"{name}"' for name in NORMS)

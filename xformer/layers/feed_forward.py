@@ -25,6 +25,7 @@ class FeedForwardConfig:
     gated: bool = False
     bias: bool = True
     dropout: float = 0.0  # of the hidden units
+    down: bool = True  # the second linear layer; without it the hidden units are the output
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -43,11 +44,14 @@ class FeedForwardConfig:
         """Initial parameters.
 
         draw: the distribution of the weights
-        out_scale: multiplies the weights of the second linear layer
+        out_scale: multiplies the weights of the last linear layer
         """
         shape = (d_model, self.d_ff)
-        up = LinearParams.init(rng, shape, draw=draw, bias=self.bias)
-        down = LinearParams.init(rng, shape[::-1], draw=draw, bias=self.bias, scale=out_scale)
+        scale = 1.0 if self.down else out_scale
+        up = LinearParams.init(rng, shape, draw=draw, bias=self.bias, scale=scale)
+        down = None
+        if self.down:
+            down = LinearParams.init(rng, shape[::-1], draw=draw, bias=self.bias, scale=out_scale)
         gate = LinearParams.init(rng, shape, draw=draw, bias=self.bias) if self.gated else None
         return FeedForwardParams(up, down, gate)
 
@@ -57,7 +61,7 @@ class FeedForwardParams(NamedTuple):
     """Parameters of a feed-forward network."""
 
     up: LinearParams  # (D, F)
-    down: LinearParams  # (F, D)
+    down: LinearParams | None  # (F, D); None: the hidden units are the output, and F = D
     gate: LinearParams | None = None  # (D, F); None: not gated
 
 
@@ -73,7 +77,8 @@ def feed_forward(
     """y = dropout(act(x w_up + b_up)) w_down + b_down (arXiv:1706.03762, eq. 2).
 
     With a gate: y = dropout(act(x w_gate + b_gate) * (x w_up + b_up)) w_down + b_down
-    (arXiv:2002.05202; SwiGLU with "silu", GEGLU with "gelu").
+    (arXiv:2002.05202; SwiGLU with "silu", GEGLU with "gelu"). Without params.down, y are the hidden
+    units: y = dropout(act(x w_up + b_up)).
 
     x, y: (..., D)
     activation: a name in `ops.activation.ACTIVATIONS`
@@ -89,7 +94,7 @@ def feed_forward(
         (hidden, opened), up = linear_many(x, (params.up, params.gate), all_kept=True)
         hidden, act = ops.glu(opened, hidden, activation=activation)
     hidden, drop = ops.dropout(hidden, rate=dropout_rate, key=dropout_key)
-    y, down = linear(hidden, params.down)
+    y, down = (hidden, None) if params.down is None else linear(hidden, params.down)
     return y, FeedForwardCache(up, params.gate is not None, act, drop, down)
 
 
@@ -101,11 +106,11 @@ class FeedForwardCache(NamedTuple):
     gated: bool
     act: Any  # of the activation, or of `ops.glu`
     drop: Any  # of `ops.dropout`
-    down: Any  # of the second linear layer
+    down: Any  # of the second linear layer; None without one
 
     def backward(self, dy: Array) -> tuple[Array, FeedForwardParams]:
         """Gradients of x and params."""
-        dhidden, ddown = self.down.backward(dy)
+        dhidden, ddown = (dy, None) if self.down is None else self.down.backward(dy)
         dhidden = self.act.backward(self.drop.backward(dhidden))
         if not self.gated:
             dx, dup = self.up.backward(dhidden)
