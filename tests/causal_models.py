@@ -56,8 +56,10 @@ CONFIGS["gpt_neox"].pop("num_key_value_heads")
 NAMES = [
     *CONFIGS,
     *("sinusoidal", "positions for q, k, v", "no positions", "alibi", "relative bias", "shaw"),
-    "post-norm",
+    *("post-norm", "concatenated positions", "bare blocks"),
 ]
+# Padding needs position ids, and position ids need positions that are added to embeddings.
+UNPADDED = ("positions for q, k, v", "concatenated positions")
 T5_NAMES = ["t5", "t5 1.1", "Transformer", "shared memory"]
 
 
@@ -75,6 +77,9 @@ def causal(name: str, seed: int = 0) -> tuple[Any, Any]:
     gpt: dict[str, Any] = {"vocab_size": V, "n_layers": 2, "d_model": 12, "n_heads": 3}
     gpt["max_len"] = 40
     blocks = (block_config(12, 3, 20, activation="gelu"),) * 2
+    bare = block_config(
+        12, 3, 12, down=False, attn_norm=False, output="bias", eps=0.1, eps_inside=False
+    )
     plain = EmbedConfig(V, 12, 12, positions="none")
     if name in CONFIGS:
         config = dict(CONFIGS[name])
@@ -92,6 +97,8 @@ def causal(name: str, seed: int = 0) -> tuple[Any, Any]:
             ),
             "shaw": lambda: LanguageModel(plain, (changed(blocks[0], shaw_max_distance=2),) * 2),
             "post-norm": lambda: GPT(**gpt, norm_placement="post"),
+            "concatenated positions": lambda: GPT(**gpt, position_mode="concat", d_positions=5),
+            "bare blocks": lambda: LanguageModel(plain, (bare,) * 2),
         }[name]()
     return model, lively(model, seed)
 

@@ -1129,6 +1129,16 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         {"position_mode": "x"},
         'embed: mode must be "add", "concat" or "qkv", got \'x\'',
     ),
+    (
+        xformer.GPT,
+        {"d_positions": 4, "position_mode": "qkv"},
+        "GPT: d_positions needs position_mode \"concat\", got 'qkv'",
+    ),
+    (
+        xformer.GPT,
+        {"d_positions": 0, "position_mode": "concat"},
+        "embed: positions in mode 'concat' need d_positions, with width = 8 and d_model = 8",
+    ),
     (xformer.GPT, {"dropout": 2}, "attention: dropout must lie in [0, 1], got 2"),
     (
         xformer.Transformer,

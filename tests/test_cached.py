@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from causal_models import CHANGES, NAMES, T5_NAMES, V, causal, require_other_arrays, seq2seq
+from causal_models import (
+    CHANGES,
+    NAMES,
+    T5_NAMES,
+    UNPADDED,
+    V,
+    causal,
+    require_other_arrays,
+    seq2seq,
+)
 from libraries import only
 
 from xformer import tree
@@ -17,7 +26,7 @@ B, T = 3, 19
 PIECES = (9, 10, 11, 15, 16, 17, 18, 19)  # where each ends
 PADS = (0, 4, 7)  # of each row
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
-MASKED = [n for n in NAMES if n != "positions for q, k, v"]
+MASKED = [n for n in NAMES if n not in UNPADDED]
 
 
 def texts() -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import xformer
+from xformer import backends, training
 from xformer.cli import main, train, train_options
 
 
@@ -58,6 +59,29 @@ def test_train_then_generate(
     assert first.startswith("the quick") and len(first) <= len("the quick") + 21
     assert main(command) == 0
     assert capsys.readouterr().out == first  # the same seed
+
+
+@pytest.mark.parametrize("mode", ["concat", "qkv"])
+def test_positions(mode: str, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are trained, resumed, generated with, and kept by a run that starts from the model."""
+    usual = ["train", "--preset", "tiny", "--steps", "2", "--data", str(text)]
+    chosen = ["--positions", "sinusoidal", "--position-mode", mode]
+    assert main([*usual, *chosen, "--out", "a"]) == 0
+    model, params = training.load("a", backends.get("numpy"))
+    assert isinstance(model, xformer.GPT)
+    assert (model.positions, model.position_mode) == ("sinusoidal", mode)
+    assert (params.embed.project is not None) == (mode == "concat")
+    assert params.embed.positions is None
+    assert main(["train", "--resume", "a", "--steps", "3"]) == 0
+    assert main(["generate", "--model", "a", "--prompt", "the ", "--max-new-tokens", "80"]) == 0
+    capsys.readouterr()
+    assert main(["train", "--resume", "a", "--position-mode", "add"]) == 1
+    assert f"--position-mode: the run in a has {mode}, got add" in capsys.readouterr().err
+    assert main([*usual, "--from", "a", "--positions", "none", "--out", "b"]) == 1
+    assert "--positions excludes --from: the model in a fixes it" in capsys.readouterr().err
+    assert main([*usual, "--from", "a", "--out", "b"]) == 0
+    notes = json.loads(Path("b/run.json").read_text())["notes"]
+    assert (notes["positions"], notes["position_mode"]) == ("sinusoidal", mode)
 
 
 def test_a_second_run_takes_another_folder(text: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from causal_models import NAMES, causal, seq2seq
+from causal_models import NAMES, UNPADDED, causal, seq2seq
 from cuda_shim import CublasLt, calling
 from cuda_shim.graph import Graph
 from devices import is_stand_in
@@ -35,7 +35,6 @@ EVEN = [[5, 6, 7], [3, 4, 5]]
 GPT = xf.GPT(vocab_size=37, n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, max_len=300)
 ROLLING = ("mistral", "qwen2", "gemma2")  # layers have windows
 WITHIN = {"float32": 2e-5, "bfloat16": 2.0**-6, "float16": 2.0**-9}  # of the largest number
-NO_PLACES = "positions for q, k, v"  # go without padding
 
 
 @pytest.fixture
@@ -99,8 +98,8 @@ def test_every_kind_of_model(
     library: Backend, graphs: list[Any], name: str, prompts: list[list[int]]
 ) -> None:
     """The same ids and bits; behind a window keys are grouped otherwise, and sums rounded so."""
-    if name == NO_PLACES and prompts is RAGGED:
-        pytest.skip("positions of queries and keys go without padding")
+    if name in UNPADDED and prompts is RAGGED:
+        pytest.skip("only positions that are added to embeddings go with padding")
     model, params = causal(name)
     params = on_device(library, params)
     wanted = written(library, model, params, prompts, max_new_tokens=9)
@@ -142,7 +141,7 @@ def test_the_likeliest_of_every_kind_of_model(
     """In calls of 4 tokens, beyond windows; texts have padding, where a model has it."""
     monkeypatch.setattr(on_host, "MOST", 4)
     model, params = causal(name)
-    params, prompts = on_device(library, params), EVEN if name == NO_PLACES else RAGGED
+    params, prompts = on_device(library, params), EVEN if name in UNPADDED else RAGGED
     wanted = generate(model, params, prompts, max_new_tokens=12)
     assert generate(model, params, prompts, max_new_tokens=12, compiled=True) == wanted
     assert launches(graphs) == [10]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from causal_models import NAMES, T5_NAMES, V, causal, lively, seq2seq
+from causal_models import NAMES, T5_NAMES, UNPADDED, V, causal, lively, seq2seq
 from libraries import only
 
 import xformer as xf
@@ -34,7 +34,7 @@ def greedy(model: Any, params: Any, prompt: list[int], n: int) -> list[int]:
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "positions for q, k, v"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in UNPADDED])
 def test_prompts_of_any_lengths(name: str) -> None:
     model, params = causal(name)
     want = [greedy(model, params, prompt, 9) for prompt in PROMPTS]
@@ -201,7 +201,7 @@ def test_a_prefix_is_continued_many_times(name: str) -> None:
     np.testing.assert_array_equal(prefix.logits, before)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "positions for q, k, v"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in UNPADDED])
 def test_a_prefix_for_many_prompts(name: str) -> None:
     """Of one length with every model; of several where no layer goes by distances."""
     model, params = causal(name)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("numba", reason="needs extra numba")
 
-from causal_models import NAMES, V, causal
+from causal_models import NAMES, UNPADDED, V, causal
 from programs import THREADS, names, native_against_numpy, record
 
 from xformer import tree
@@ -26,8 +26,9 @@ from xformer.layers.rope_tables import cos_sin
 INTEGERS = np.array([[-5, 0, 7, 2**40], [3, 3, -(2**62), 1]])
 REALS = np.array([[np.nan, -np.inf, 0.0, 1.5], [np.inf, -0.0, 2.0, 3.0]])
 WRITTEN = [name for name in NAMES if name != "shaw"]  # which is not compiled
-PADDED = {*WRITTEN} - {"positions for q, k, v"}
-COPIED = "mixtral", "relative bias"  # ids of a row's first experts, and the bias of one query
+PADDED = {*WRITTEN} - {*UNPADDED}
+# Ids of a row's first experts, the bias of one query, the vector of a position beside a token's.
+COPIED = "mixtral", "relative bias", "concatenated positions"
 BOOLS = np.array([[True, False, True, True], [False, False, True, False]])
 
 

@@ -55,6 +55,9 @@ def _gpt() -> Iterator[Case]:
     yield case("positions: none", positions="none")
     yield case("positions: sinusoidal", positions="sinusoidal")
     yield case("positions: learned, for q, k, v", position_mode="qkv", n_layers=2)
+    yield case("positions: learned, concatenated", position_mode="concat")
+    few: Options = {"position_mode": "concat", "d_positions": 3}
+    yield case("positions: sinusoidal, concatenated", positions="sinusoidal", **few)
     options: Options = {"label_smoothing": 0.1, "z_loss": 0.3, "ignore_index": 2}
     yield case("dropout and loss options", {"dropout_key": KEY, **options}, dropout=0.3)
     again: Options = {"activation_checkpointing": True, "n_layers": 2}

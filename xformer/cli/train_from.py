@@ -82,6 +82,8 @@ def usual(path: str) -> Usual:
         "layers": len(network.blocks),
         "d_model": network.d_model,
         "heads": block.attn.n_heads,
+        "positions": network.embed.positions,
+        "position_mode": network.embed.mode,
         "dropout": block.dropout,
         "max_len": min(length or LONGEST, LONGEST),
         **({} if isinstance(model, GPT) else {"lr": LR}),

@@ -85,7 +85,10 @@ def job_of(options: argparse.Namespace) -> Job:
     sizes = (options.layers, options.d_model, options.heads, options.max_len)
     model: Any = None if origin is None else origin.model
     if model is None:
-        model = GPT(corpus.vocabulary.size, *sizes, dropout=options.dropout)
+        names = ("positions", "position_mode", "dropout")
+        model = GPT(
+            corpus.vocabulary.size, *sizes, **{name: getattr(options, name) for name in names}
+        )
     prompt = PROMPT
     if options.data is not None:
         prompt = corpus.vocabulary.decode(corpus.validation[:PROMPT_LENGTH].tolist())

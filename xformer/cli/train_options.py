@@ -46,6 +46,8 @@ DEFAULTS: dict[str, Any] = {
     "data": None,
     "tokenizer": None,
     "preset": "small",
+    "positions": "learned",
+    "position_mode": "add",
     "dropout": 0.0,
     "accumulate": 1,
     "optimiser": "adamw",
@@ -70,7 +72,7 @@ DEFAULTS: dict[str, Any] = {
     "sample_every": None,
 }
 # Options that older runs do not store; these runs used the default.
-ADDED = ("origin", "precision", "deterministic", "compile")
+ADDED = ("origin", "precision", "deterministic", "compile", "positions", "position_mode")
 # Types of the options whose default is None.
 TYPES: dict[str, type] = {
     **dict.fromkeys(("origin", "data", "tokenizer", "device", "precision"), str),
@@ -81,13 +83,14 @@ TYPES: dict[str, type] = {
 # Fields of `TrainConfig` whose options have other names.
 FIELDS = {"batch_size": "batch", "eval_every": "validate_every", "eval_batches": "validate_batches"}
 DTYPES = ("float32", "float64")
+POSITIONS, MODES = ("learned", "sinusoidal", "none"), ("add", "concat", "qkv")
 # Options that may differ when a run is resumed: they do not change what is computed.
 FREE = (
     *("data", "backend", "device", "activation_checkpointing", "deterministic", "compile"),
     *("checkpoint_every", "keep_checkpoints", "sample_every"),
 )
 # Options that the model of --from fixes.
-OWN = ("tokenizer", "layers", "d_model", "heads", "dropout")
+OWN = ("tokenizer", "layers", "d_model", "heads", "positions", "position_mode", "dropout")
 # Options that end a run; they may differ when it is resumed.
 ENDS = ("steps", "patience")
 ABOUT_ENDS = tuple(f"training.{name}" for name in ENDS)  # in a run's `about`
@@ -117,6 +120,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--d-model", type=int, metavar="N", help="width of the model (default: the preset's)")
     add("--heads", type=int, metavar="N", help="attention heads (default: the preset's)")
     add("--max-len", type=int, metavar="N", help="context length (default: the preset's)")
+    add("--positions", choices=POSITIONS, help="vectors of the positions (default: learned)")
+    modes = "add them to the embeddings, concatenate them, or add them to queries, keys and values"
+    add("--position-mode", choices=MODES, help=f"{modes} (default: add)")
     add("--dropout", type=float, metavar="RATE", help="default: 0")
     add(
         "--activation-checkpointing",
@@ -300,7 +306,7 @@ def _of_run(folder: str) -> dict[str, Any]:
     usual = PRESETS["small"]._asdict() | DEFAULTS
     types = {name: type(value) for name, value in usual.items() if value is not None} | TYPES
     choices = {"preset": [*PRESETS], "dtype": DTYPES, "backend": backends.names()}
-    choices |= {"precision": STORED}
+    choices |= {"precision": STORED, "positions": POSITIONS, "position_mode": MODES}
     c = Config(notes, f"{Path(folder, RUN)}: notes")
     read: dict[type, Callable[..., Any]] = {
         int: partial(c.integer, high=1 << 64), float: c.number, bool: c.flag, str: c.text

@@ -51,6 +51,7 @@ class GPT:
     bias: bool = True
     positions: str = "learned"
     position_mode: str = "add"
+    d_positions: int | None = None  # "concat": the width of a position's vector; None: d_model
     tied: bool = True  # the output head shares the table of the embedding
     dropout: float = 0.0
     # Each block saves only its input, and runs again in backward.
@@ -62,8 +63,10 @@ class GPT:
     def __post_init__(self) -> None:
         plain_numbers(self)
         require_layers("GPT", n_layers=self.n_layers)
-        if self.position_mode == "concat":
-            raise ValueError('GPT: position_mode must be "add" or "qkv", got "concat"')
+        if self.d_positions is not None and self.position_mode != "concat":
+            raise ValueError(
+                f'GPT: d_positions needs position_mode "concat", got {self.position_mode!r}'
+            )
         self.network  # noqa: B018 - built here for its checks
 
     @cached_property
@@ -80,6 +83,7 @@ class GPT:
         ffn = FeedForwardConfig(d_ff, self.activation, bias=self.bias)
         norm = NormConfig(eps=self.eps, bias=self.bias)
         block = BlockConfig(attn, ffn, norm, self.norm_placement, dropout=self.dropout)
+        d_positions = self.d_model if self.d_positions is None else self.d_positions
         embed = EmbedConfig(
             vocab_size=self.vocab_size,
             width=self.d_model,
@@ -87,7 +91,7 @@ class GPT:
             max_len=self.max_len,
             positions=self.positions,
             mode=self.position_mode,
-            d_positions=self.d_model // self.n_heads if self.position_mode == "qkv" else None,
+            d_positions=attn.head_width if self.position_mode == "qkv" else d_positions,
             dropout=self.dropout,
         )
         return LanguageModel(
