@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer import ops, reference_only
+from xformer import backends, layers, ops, reference_only, tree
 from xformer.layers.attention import merge_heads, split_heads
 
 B, T, D, H, F = 2, 4, 6, 2, 24
@@ -50,8 +50,7 @@ def block_002() -> SimpleNamespace:
     s.w_down, s.b_down = rng.random((F, D)), rng.random(D)
     s.x_norm, s.attn_norm_cache = ops.layer_norm(s.x, s.attn_gamma, s.attn_beta)
     _attend(s, s.x_norm)
-    # A bias after merging: an output projection whose weight is the identity.
-    s.merged, s.o_cache = ops.linear(merge_heads(s.ctx), np.eye(D), s.merge_bias)
+    s.merged = merge_heads(s.ctx) + s.merge_bias
     s.y = s.x_norm + s.merged
     _feed(s)
     return s
@@ -72,6 +71,34 @@ def _feed(s: SimpleNamespace) -> None:
     s.hidden, s.relu_cache = ops.relu(s.pre)
     s.ffn, s.down_cache = ops.linear(s.hidden, s.w_down, s.b_down)
     s.out = s.ffn + s.y
+
+
+def block(s: SimpleNamespace, **attn: Any) -> tuple[layers.BlockConfig, layers.BlockParams]:
+    """The block after its first norm, as a configuration and the document's weights.
+
+    attn: further options of the attention
+    """
+    config = layers.BlockConfig(
+        layers.AttentionConfig(D, H, bias=False, **attn),
+        layers.FeedForwardConfig(F),
+        attn_norm=False,
+    )
+    like = config.init(backends.get("numpy").generator(0, "float64"))
+    weights = {
+        "attn.q.w": s.w_q,
+        "attn.kv.k.w": s.w_k,
+        "attn.kv.v.w": s.w_v,
+        "ffn_norm.w": s.gamma,
+        "ffn_norm.b": s.beta,
+        "ffn.up.w": s.w_up,
+        "ffn.up.b": s.b_up,
+        "ffn.down.w": s.w_down,
+        "ffn.down.b": s.b_down,
+    }
+    if config.attn.output == "bias":
+        weights["attn.o.b"] = s.merge_bias
+    assert weights.keys() == tree.flatten(like).keys()
+    return config, tree.unflatten(like, weights)
 
 
 def attention_gradients(s: SimpleNamespace, dmerged: np.ndarray) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from notebooks import B, D, F, H, T, attention_gradients, block_000
+from notebooks import B, D, F, H, T, attention_gradients, block, block_000
 from printed import Printed, spread
 
 from xformer import layers
@@ -29,22 +29,10 @@ def test_forward_by_ops(name: str) -> None:
 
 def test_forward_by_layers() -> None:
     s = block_000()
-    linear = layers.LinearParams
-    attn = layers.AttentionParams(
-        linear(s.w_q, None), layers.KeyValueParams(linear(s.w_k, None), linear(s.w_v, None)), None
-    )
-    ffn = layers.FeedForwardParams(linear(s.w_up, s.b_up), linear(s.w_down, s.b_down))
-
-    def attend(x: np.ndarray) -> tuple:
-        return layers.attention(x, attn, n_heads=H, causal=True)
-
-    merged, _ = attend(s.x)
+    config, params = block(s, output="none")
+    merged, _ = layers.attention(s.x, params.attn, n_heads=H, causal=True)
     PRINTED.check("merged", merged)
-    y, _ = layers.residual(s.x, None, attend)
-    PRINTED.check("y", y)
-    out, _ = layers.residual(
-        y, layers.NormParams(s.gamma, s.beta), lambda x: layers.feed_forward(x, ffn)
-    )
+    out, _ = layers.block(s.x, params, config=config, causal=True)
     PRINTED.check("out", out)
 
 

@@ -23,7 +23,9 @@ def arrays() -> dict[str, np.ndarray]:
     x, gamma, beta = rng.random((T, D)), rng.random(D), rng.random(D)
     w = {name: rng.random((D, K)) for name in ("k1", "q1", "v1", "k2", "q2", "v2")}
 
-    norm, norm_cache = ops.layer_norm(x, gamma, beta, eps=EPS, eps_inside=False)
+    config = layers.NormConfig(eps=EPS, eps_inside=False)
+    norm, cache = layers.norm(x, layers.NormParams(gamma, beta), config=config)
+    norm_cache = cache.norm
     # The document takes keys, queries and values from x, not from its norm.
     p = {name: ops.linear(x, weight)[0] for name, weight in w.items()}
     out = {"x": x, "gamma": gamma, "beta": beta, "norm": norm}
@@ -47,7 +49,7 @@ def arrays() -> dict[str, np.ndarray]:
     params = layers.AttentionParams(
         joined("q"), layers.KeyValueParams(joined("k"), joined("v")), None
     )
-    out["merged"] = layers.attention(x[None], params, n_heads=2)[0][0]
+    out["merged"], _ = layers.attention(x, params, n_heads=2)
 
     # exp(x - 1000) of a row whose largest element is 1000, and of one far below it.
     far, near = np.array([980.0, 990.0, 1000.0]), np.array([1.0, 2.0, 3.0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from notebooks import B, D, H, T, attention_gradients, block_002
+from notebooks import B, D, H, T, attention_gradients, block, block_002
 from printed import Printed, spread
 
 from xformer import layers, ops
@@ -41,27 +41,14 @@ def test_forward_by_ops(name: str) -> None:
     PRINTED.check(name, rows[name] if name in rows else getattr(s, name))
 
 
-def params() -> tuple[layers.AttentionParams, layers.FeedForwardParams]:
-    s = block_002()
-    linear = layers.LinearParams
-    kv = layers.KeyValueParams(linear(s.w_k, None), linear(s.w_v, None))
-    attn = layers.AttentionParams(linear(s.w_q, None), kv, linear(np.eye(D), s.merge_bias))
-    return attn, layers.FeedForwardParams(linear(s.w_up, s.b_up), linear(s.w_down, s.b_down))
-
-
 def test_forward_by_layers() -> None:
+    """The document adds the attention to the normalised input: this block begins there."""
     s = block_002()
-    attn, ffn = params()
+    config, params = block(s, output="bias")
     x_norm, _ = ops.layer_norm(s.x, s.attn_gamma, s.attn_beta)
-    merged, _ = layers.attention(x_norm, attn, n_heads=H, causal=True)
+    merged, _ = layers.attention(x_norm, params.attn, n_heads=H, causal=True)
     PRINTED.check("merged", merged)
-    y, _ = layers.residual(
-        x_norm, None, lambda x: layers.attention(x, attn, n_heads=H, causal=True)
-    )
-    PRINTED.check("y", y)
-    out, _ = layers.residual(
-        y, layers.NormParams(s.gamma, s.beta), lambda x: layers.feed_forward(x, ffn)
-    )
+    out, _ = layers.block(x_norm, params, config=config, causal=True)
     PRINTED.check("out", out)
 
 
@@ -87,7 +74,9 @@ def test_backward_through_attention_by_ops() -> None:
 
 
 def test_backward_through_attention_by_the_layer() -> None:
-    _, cache = layers.attention(block_002().x_norm, params()[0], n_heads=H, causal=True)
+    s = block_002()
+    _, params = block(s, output="bias")
+    _, cache = layers.attention(s.x_norm, params.attn, n_heads=H, causal=True)
 
     def backward(dmerged: np.ndarray) -> tuple[np.ndarray, ...]:
         return (cache.backward(dmerged)[0],)

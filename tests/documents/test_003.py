@@ -7,6 +7,7 @@ max |a - b| / max(|a| + |b|, 1e-8).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -57,11 +58,11 @@ def arrays() -> dict[str, np.ndarray]:
     one, many, merged = params(1, None), params(H, s.w_o), params(H, None)
     batch = np.stack([s.x] * N)
 
-    z, cache = layers.attention(s.x[None], one, n_heads=1)
+    z, cache = layers.attention(s.x, one, n_heads=1)
     out["keys"], out["queries"] = cache.core.k[0, 0], cache.core.q[0, 0]
     out["values"] = out["values_masked"] = cache.core.v[0, 0]
     out["probs"] = cache.core.probs[0, 0]
-    out["z_naive"] = out["z_one_product"] = out["z"] = z[0]
+    out["z_naive"] = out["z_one_product"] = out["z"] = z
     out["z_batch"] = layers.attention(batch, one, n_heads=1)[0]
     out["z_masked"] = layers.attention(batch, one, n_heads=1, mask=s.allowed)[0]
 
@@ -70,7 +71,7 @@ def arrays() -> dict[str, np.ndarray]:
     out["z_heads"] = out["z_heads_naive"] = layers.attention(batch, many, n_heads=H)[0]
     out["z_heads_masked"] = layers.attention(batch, many, n_heads=H, mask=s.allowed)[0]
 
-    out["z_cross_naive"] = layers.attention(s.x_dec[None], one, s.memory[None], n_heads=1)[0][0]
+    out["z_cross_naive"], _ = layers.attention(s.x_dec, one, s.memory, n_heads=1)
     x, memory = np.stack([s.x_dec] * 2), np.stack([s.memory] * 2)
     out["z_cross"] = layers.attention(x, one, memory, n_heads=1)[0]
     out["heads_cross"] = layers.attention(x, merged, memory, n_heads=H)[0]
@@ -218,11 +219,16 @@ MODEL_STEP = 7e-4
 
 
 def model_and_params(**options: Any) -> tuple[xformer.Transformer, Any]:
-    """Initial parameters, moved at random: otherwise all biases are 0 and all norms alike."""
+    """The model, and parameters that are `moved`: else all biases are 0 and all norms alike."""
     model = xformer.Transformer(**SIZES | options)
+    return model, moved(model)
+
+
+def moved(model: Any) -> Any:
+    """Initial parameters, moved at random."""
     rng = np.random.default_rng(MODEL_SEED)
     start = model.init(seed=MODEL_SEED, dtype="float64")
-    return model, tree.map(lambda p: p + 0.1 * rng.standard_normal(p.shape), start)
+    return tree.map(lambda p: p + 0.1 * rng.standard_normal(p.shape), start)
 
 
 def model_loss(model: xformer.Transformer) -> Callable[[Any], float]:
@@ -287,3 +293,20 @@ def test_model_gradients_with_every_kind_of_positions(positions: str, mode: str)
     options = {"positions": positions, "position_mode": mode, "d_positions": d_positions}
     model, params = model_and_params(**options)
     xformer.gradcheck(lambda p: model.loss(p, *tokens()), params, elementwise=0).require()
+
+
+def test_model_gradients_with_a_feed_forward_of_one_map() -> None:
+    """The names of its parameters allow for one weight in each network, here (D, D)."""
+    model, _ = model_and_params()
+    network = model.network
+    ffn = layers.FeedForwardConfig(network.encoder[0].d_model, "relu", down=False)
+    blocks = (dataclasses.replace(network.encoder[0], ffn=ffn),) * 2
+    network = dataclasses.replace(network, encoder=blocks, decoder=blocks)
+    params = moved(network)
+    names = {name.split(".", 3)[3] for name in tree.flatten(params) if ".ffn." in name}
+    assert names == {"ffn.up.w", "ffn.up.b"}
+    src, tgt = tokens()
+    options = {"src_mask": src != 0, "tgt_mask": tgt[:, :-1] != 0, "ignore_index": 0}
+    xformer.gradcheck(
+        lambda p: network.loss(p, src, tgt[:, :-1], tgt[:, 1:], **options), params, elementwise=0
+    ).require()

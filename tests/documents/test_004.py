@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from block_configs import block_config
 
 from xformer import backends, layers, ops, optim, tree
 
 T, D, F, H = 4, 8, 16, 2
-CONFIG = block_config(d_model=D, n_heads=H, d_ff=F, norm_placement="post", eps=1e-6)
+CONFIG = layers.BlockConfig(
+    layers.AttentionConfig(D, H, bias=False),
+    layers.FeedForwardConfig(F),
+    layers.NormConfig(eps=1e-6),
+    norm_placement="post",
+)
 LR, MAX_STEPS = 0.2, 5000
 
 
@@ -21,15 +25,9 @@ def start(seed: int) -> tuple[layers.BlockParams, np.ndarray, np.ndarray]:
     """Xavier weights, biases in the feed-forward network alone; input and target (1, T, D)."""
     rng = backends.get("numpy").generator(seed, "float64")
     params = CONFIG.init(rng)
-    q, kv, o = params.attn[:3]
-    bare = layers.AttentionParams(
-        q._replace(b=None),
-        layers.KeyValueParams(kv.k._replace(b=None), kv.v._replace(b=None)),
-        o._replace(b=None),
-    )
     x = rng.uniform((1, T, D), low=-0.5, high=0.5)
     target = rng.uniform((1, T, D), low=-0.1, high=0.1)
-    return params._replace(attn=bare), x, target
+    return params, x, target
 
 
 def loss_and_gradients(
