@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import io
+import itertools
 import json
 import math
 import os
@@ -602,3 +603,66 @@ def test_a_copied_folder_goes_on(tmp_path: Path) -> None:
     shutil.move(tmp_path / "run", tmp_path / "moved")
     trained(tmp_path / "moved")
     runs.require_alike(tmp_path / "moved", tmp_path / "never")
+
+
+# Frozen parameters, and models that are written in another way
+
+
+def thawed(state: training.State) -> dict[str, Any]:
+    return runs.leaves(state._replace(params=xf.tree.thaw(state.params)))
+
+
+def test_checkpoints_have_only_what_is_trained(tmp_path: Path) -> None:
+    """A run of frozen parameters goes on bit for bit, from files without them."""
+
+    def train(folder: Path, n: int, seed: int = 0) -> training.State:
+        params = xf.tree.freeze(runs.MODEL.init(seed), "embed.*", "*.ffn.*")
+        with opened(folder) as found:
+            state = found.begin(training.start(params, runs.CONFIG))
+            for step in found.record(itertools.islice(runs.steps(state), n - state.step)):
+                state = step.state
+        return state
+
+    whole = train(tmp_path / "never", 9)
+    train(tmp_path / "run", 4)
+    found = train(tmp_path / "run", 9)
+    runs.require_alike(tmp_path / "run", tmp_path / "never")
+    assert thawed(found) == thawed(whole)
+    newest = training.read_state(checkpoints(tmp_path / "run")[9])
+    frozen = {f"params.{name}" for name in xf.tree.frozen(found.params)}
+    assert "params.embed.table" in frozen and not frozen & newest.arrays.keys()
+    assert "params.stack.norm.w" in newest.arrays
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    with pytest.raises(ValueError, match=r'frozen_parameters is "\w{64}" there, "\w{64}" here'):
+        train(tmp_path / "run", 12, seed=1)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_checkpoints_that_have_frozen_parameters_too_go_on(tmp_path: Path) -> None:
+    """As earlier versions wrote them: their frozen parameters are used."""
+    start, other = (
+        training.start(xf.tree.freeze(runs.MODEL.init(seed), "embed.*"), runs.CONFIG)
+        for seed in (0, 1)
+    )
+    whole = list(runs.steps(start))
+    with opened(tmp_path) as found:
+        training.write_state(path_of(tmp_path, 6), whole[5].state, NUMPY, found.about)
+    with opened(tmp_path) as found:
+        steps = list(found.record(runs.steps(found.begin(other))))
+    assert [step.loss for step in steps] == [step.loss for step in whole[6:]]
+    assert thawed(steps[-1].state) == thawed(whole[-1].state)
+
+
+def test_a_model_that_is_written_in_another_way(tmp_path: Path) -> None:
+    """When a checkpoint is saved whose model is the best, and when the run is resumed."""
+    written: list[Any] = []
+    state = trained(tmp_path, model=None, write_model=written.append, n=11)
+    best = training.read_state(checkpoints(tmp_path)[state.best_step])
+    assert names(tmp_path) == ["checkpoints", "lock", "log.jsonl", "run.json"]
+    assert state.best_step < 11 and len(written) > 1
+    written.clear()
+    trained(tmp_path, model=None, write_model=written.append, n=0)
+    (params,) = written
+    assert runs.leaves(params) == {
+        name: best.arrays[f"ema.{name}"].tobytes() for name in xf.tree.flatten(params)
+    }

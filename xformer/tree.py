@@ -87,6 +87,12 @@ def trained(params: Any) -> Any:
     return _map(lambda leaf: None if isinstance(leaf, Frozen) else leaf, (params,), "")
 
 
+def frozen(params: Any) -> dict[str, Any]:
+    """The values of the frozen leaves by dotted name, in order."""
+    leaves = flatten(params).items()
+    return {name: leaf.value for name, leaf in leaves if isinstance(leaf, Frozen)}
+
+
 def join(params: Tree, trained: Any) -> Tree:
     """`params` with the leaves of `trained`: the inverse of `trained(params)`.
 

@@ -2,7 +2,8 @@
 
 run.json                                 the model, the configuration and the data
 log.jsonl                                a line for each step
-checkpoints/step-00000100.safetensors    the last checkpoints, and the best validated one
+checkpoints/step-00000100.safetensors    the last checkpoints, and the best validated one, without
+                                         frozen parameters
 model.safetensors, config.json           the best model so far, for `training.load`; if it started
                                          from a pretrained model, for `pretrained.load`
 lock                                     held by the process that trains
@@ -36,6 +37,7 @@ from xformer.training.state import (
     Saved,
     State,
     differences,
+    digest,
     read_state,
     require_same,
     require_state,
@@ -44,6 +46,7 @@ from xformer.training.state import (
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 FORMAT = "xformer-run-1"
+FROZEN = "frozen_parameters"  # in a checkpoint's `about`: the digest of frozen parameters
 HALVES = (".*.part", ".tmp??????")  # files that a killed process leaves: ours, and safetensors'
 
 
@@ -54,11 +57,16 @@ class Run:
         with the same.
     model: the best parameters are saved for `training.load`, or for `pretrained.load` if the model
         is a pretrained one; None: only checkpoints are saved
+    write_model: write_model(params) saves the best parameters in the folder instead. `begin` calls
+        it too, so a stopped run may leave another model there.
     every: steps between checkpoints
     keep: the number of last checkpoints that are kept
     notes: more JSON for run.json
     free: dotted names of values in `about` that may differ, such as "training.steps". If one does,
         `begin` writes `about` and `notes` to run.json again.
+
+    Checkpoints have the trained parameters and a SHA-256 of the frozen ones, which `begin` takes
+    from its argument.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class Run:
         about: dict[str, Any],
         *,
         model: Any = None,
+        write_model: Callable[[Any], Any] | None = None,
         every: int = 100,
         keep: int = 2,
         notes: Any = None,
@@ -76,9 +85,11 @@ class Run:
         every, keep = require_sizes("Run", 1, every=every, keep=keep)
         self.folder, self.place, self.about, self.model = Path(folder), place, about, model
         self.every, self.keep, self.notes, self.free = every, keep, notes, free
+        self.write_model = write_model
         self._open = ExitStack()
         self._saved = -1  # the step of the newest checkpoint
         self._left: State | None = None  # the state after the last step, until it is saved
+        self._frozen: str | None = None  # the digest of frozen parameters, once it is known
 
     def __enter__(self) -> Run:
         """Make and lock the folder.
@@ -135,8 +146,7 @@ class Run:
         state = start
         if by_step:
             saved = self._read(by_step, max(by_step) if at is None else at)
-            saved.require(self.about, self.free)
-            state = saved.restored(start, self.place)
+            state = self._restored(saved, start, self.place)
             self._saved = state.step
         self._require_space(state)
         content = read_run(self.folder)
@@ -144,11 +154,11 @@ class Run:
             self._describe(content | {"about": self.about, "notes": self.notes})
         newer = [path for step, path in by_step.items() if step > state.step]
         model = self.folder / checkpoint.WEIGHTS
-        if (newer or not by_step) and self.model is not None and model.is_file():
+        if (newer or not by_step) and self._saves_model and model.is_file():
             newer.insert(0, model)  # first: better no model than one of a renamed step
         for path in newer:
             path.replace(aside(path))
-        if by_step and self.model is not None:
+        if by_step and self._saves_model:
             state = self._with_model(state)
         shorten(self.folder / LOG, state.step, self.every if by_step and not newer else 0)
         self._prune(state)  # the last process may have been killed before it did
@@ -184,17 +194,17 @@ class Run:
         if self._saved == state.step:
             return
         require_state("save", state, self.place)  # before the model is written
-        if self.model is not None and state.best_step in (0, state.step):
+        if self._saves_model and state.best_step in (0, state.step):
             # First, so that it is never older than a checkpoint that says it is the best.
             self._write_model(state.averaged, self.place)
-        write_state(path_of(self.folder, state.step), state, self.place, self.about)
+        self._write(state)
         self._saved = state.step
         self._prune(state)
 
     def space_needed(self, state: State) -> int:
         """The most bytes that training will add: checkpoints, one of them while it is written."""
-        one = _stored(state)
-        models = 0 if self.model is None else 2 * _stored(state.params)
+        one = _stored(_without_frozen(state))
+        models = 2 * _stored(state.params) if self._saves_model else 0
         existing = checkpoints(self.folder).items()
         have = sum(path.stat().st_size for step, path in existing if step <= state.step)
         return max((self.keep + 2) * one - have, one) + models
@@ -221,25 +231,61 @@ class Run:
 
     def _with_model(self, state: State) -> State:
         """Write the best model if it is missing. Return the state, without an unknown best loss."""
-        if (self.folder / checkpoint.WEIGHTS).is_file():
+        if self.write_model is None and (self.folder / checkpoint.WEIGHTS).is_file():
             return state
         best, backend = state, self.place
         if state.best_step not in (0, state.step):
             try:
                 saved = read_state(path_of(self.folder, state.best_step))
                 backend = backends.get("numpy")  # so that a device does not hold two states
-                best = saved.restored(state, backend)
+                best = self._restored(saved, state, backend)
             except (FileNotFoundError, CheckpointError):
                 state = best = state._replace(best=math.inf, best_step=0)
-                write_state(path_of(self.folder, state.step), state, self.place, self.about)
+                self._write(state)
         self._write_model(best.averaged, backend)
         return state
 
+    @property
+    def _saves_model(self) -> bool:
+        return self.model is not None or self.write_model is not None
+
     def _write_model(self, params: Any, backend: Backend) -> None:
-        if getattr(self.model, "hf_config", None) is None:
+        if self.write_model is not None:
+            self.write_model(params)
+        elif getattr(self.model, "hf_config", None) is None:
             checkpoint.save(self.folder, self.model, params, backend)
         else:
             pretrained.save(self.model, params, self.folder)
+
+    def _write(self, state: State) -> None:
+        """Write a checkpoint of `state`, without frozen parameters."""
+        part = _without_frozen(state)
+        write_state(path_of(self.folder, state.step), part, self.place, self._about(state))
+
+    def _restored(self, saved: Saved, like: State, backend: Backend) -> State:
+        """The state of a checkpoint on `backend`, with the frozen parameters of `like`.
+
+        Earlier versions stored these too; then they are read.
+        """
+        if tree.frozen(like.params) and FROZEN not in saved.about:
+            saved.require(self.about, self.free)
+            whole: State = saved.restored(like, backend)
+            return whole
+        saved.require(self._about(like), self.free)
+        part: State = saved.restored(_without_frozen(like), backend)
+        params = like.params
+        if backend is not self.place:
+            params = tree.map(lambda a: backend.asarray(self.place.to_numpy(a)), params)
+        return part._replace(params=tree.join(params, part.params))
+
+    def _about(self, state: State) -> dict[str, Any]:
+        """What a checkpoint says of the run: `about`, and a digest of frozen parameters."""
+        frozen = tree.frozen(state.params)
+        if not frozen:
+            return self.about
+        if self._frozen is None:
+            self._frozen = digest(frozen, self.place)
+        return self.about | {FROZEN: self._frozen}
 
     def _read(self, by_step: dict[int, Path], step: int) -> Saved:
         try:
@@ -320,6 +366,10 @@ def checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
     paths = Path(folder, CHECKPOINTS).glob("step-*.safetensors")
     named = {path.stem.removeprefix("step-"): path for path in paths}
     return {int(n): named[n] for n in sorted(filter(str.isdecimal, named), key=int)}
+
+
+def _without_frozen(state: State) -> State:
+    return state._replace(params=tree.trained(state.params))
 
 
 def _stored(leaves: Any) -> int:

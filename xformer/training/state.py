@@ -178,7 +178,12 @@ def differences(stored: Any, current: Any) -> list[str]:
     ]
 
 
-def _digest(arrays: Mapping[str, np.ndarray], words: str) -> str:
+def digest(leaves: Mapping[str, Any], backend: Backend) -> str:
+    """The SHA-256 of arrays on `backend`, in hex: of their names, dtypes, shapes and bytes."""
+    return _digest(on_host({name: tree.value(leaf) for name, leaf in leaves.items()}, backend))
+
+
+def _digest(arrays: Mapping[str, np.ndarray], words: str = "") -> str:
     sha = hashlib.sha256(words.encode())
     for name in sorted(arrays):
         array = arrays[name]
