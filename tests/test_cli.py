@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shlex
@@ -40,7 +41,10 @@ def test_train_then_generate(
     out = capsys.readouterr().out
     assert "loss of a unigram model: " in out and "step 12/12" in out and "a sample" in out
     assert re.search(r"^step 11/12  loss \d\.\d{3}  validation -  [\d,]+ tokens/s", out, re.M)
-    assert re.search(r"validation loss \d\.\d{3} nats per byte, after step 12", out)
+    (loss,) = re.findall(r"validation loss (\d\.\d{3}) nats per byte, after step 12", out)
+    (units,) = re.findall(r"^perplexity (\d+\.\d\d), (\d\.\d{3}) bits per byte$", out, re.M)
+    nats = [math.log(float(units[0])), float(units[1]) * math.log(2)]
+    assert nats == pytest.approx([float(loss)] * 2, abs=2e-3)
     log = [json.loads(line) for line in Path("runs/gpt/log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in log] == list(range(1, 13))
     assert log[-1]["loss"] < log[0]["loss"] and log[-1]["validation"] is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def test_it_begins_and_ends_as_transformers_model(
     assert main([*TRAIN, "--from", kind, "--out", "run", "--lr", "0.01"]) == 0
     ((job, before),) = measured
     out = capsys.readouterr().out
-    assert f"validation loss {before:.3f} nats per token before training" in out
+    line = f"validation loss {before:.3f} nats per token before training\n"
+    assert f"{line}perplexity {math.exp(before):,.2f}\n" in out
     assert abs(before - theirs(kind, job.held_out.batches)) < 1e-5
     best = min(row["validation"] for row in rows(Path("run")) if row["validation"])
     assert best < before - 0.1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -15,6 +16,8 @@ from xformer.training.texts import Progress
 PATIENCE = 2.0  # seconds before anything is shown
 EVERY = 10.0  # seconds between lines
 BYTES = "B"
+WIDTH = 80  # columns of a terminal that does not report them
+SHORTEST = 3  # columns of a bar
 
 T = TypeVar("T")
 
@@ -41,21 +44,74 @@ def each(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
             report(what, done, len(items))
 
 
+class Bar:
+    """A line on a terminal: a name, a bar, and `parts`. It fits the terminal's width.
+
+    total: the number of steps, of which `done` are done
+    name: stands before the bar
+    parts: stand behind it; where the terminal is narrow, the last ones are left out
+    options: of tqdm
+    """
+
+    def __init__(
+        self, total: int, done: int, name: str, parts: Sequence[str] = (), **options: Any
+    ) -> None:
+        ncols = _columns()
+        options |= {"bar_format": _format(name, parts, ncols), "ncols": ncols}
+        # tqdm shows no bar on a terminal that reports no rows.
+        self.tqdm = tqdm(total=total, initial=done, file=sys.stderr, nrows=20, **options)
+
+    def show(self, done: int, name: str, parts: Sequence[str] = ()) -> None:
+        """Show that `done` steps are done; if little time has passed, with one of the next."""
+        self.tqdm.ncols = _columns()
+        self.tqdm.bar_format = _format(name, parts, self.tqdm.ncols)
+        self.tqdm.update(done - self.tqdm.n)
+
+    def close(self) -> None:
+        """Show the last step, and end the line."""
+        self.tqdm.close()
+
+
+def _format(name: str, parts: Sequence[str], columns: int) -> str:
+    """A `bar_format` of tqdm. Names and parts hold no braces, but for fields of tqdm."""
+    room = columns - len(name) - len(" ||") - SHORTEST
+    shown = ""
+    for part in parts:
+        more = f"{shown}, {part}" if shown else f" {part}"
+        if len(more) > room:
+            break
+        shown = more
+    return f"{name} |{{bar}}|{shown}"
+
+
+def _columns() -> int:
+    """The columns of the terminal but one: a cursor behind the last one may begin a new line."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # it is no terminal
+        columns = 0
+    return (columns or WIDTH) - 1
+
+
 class _Bars:
     """A bar for each piece of work."""
 
     def __init__(self, unit: str) -> None:
-        self.unit, self.bar = unit, tqdm(disable=True)
+        self.unit, self.what = unit, ""
+        self.bar: Bar | None = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if self.bar.disable or self.bar.desc != what:
+        sizes = tuple(map(tqdm.format_sizeof, (done, total)))
+        amount = "{}/{}B".format(*sizes) if self.unit == BYTES else f"{done}/{total} {self.unit}"
+        line = f"{what}: {100 * done // max(total, 1)}%", [amount, "{remaining} left"]
+        if self.bar is None or self.what != what:
             self.close()
-            options = {"unit": self.unit, "unit_scale": self.unit == BYTES, "delay": PATIENCE}
-            self.bar = tqdm(desc=what, total=total, leave=False, **options)
-        self.bar.update(done - self.bar.n)
+            self.what, self.bar = what, Bar(total, 0, *line, leave=False, delay=PATIENCE)
+        self.bar.show(done, *line)
 
     def close(self) -> None:
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
 
 
 class _Lines:

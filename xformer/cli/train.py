@@ -8,6 +8,8 @@ import math
 import os
 import shlex
 import sys
+import textwrap
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,21 @@ from xformer import tree
 from xformer.cli import train_from, train_options
 from xformer.cli.generate import write
 from xformer.cli.models import kernels_of, opened
-from xformer.cli.progress import EVERY
+from xformer.cli.progress import EVERY, WIDTH, Bar
 from xformer.cli.train_job import Job, job_of
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
+from xformer.showing import size
 from xformer.training import Run, State, Step, evaluate, interruptible, start, train
 from xformer.training.loop import is_stale
 from xformer.training.run import checkpoints
 
+# Of textwrap. Paths stay whole.
+WRAPPED: Any = {
+    "subsequent_indent": " " * len("data: "),
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
 STOPPING = "\nstopping after this step; press Ctrl-C again to stop at once\n"
 
 
@@ -78,7 +87,9 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
     _introduce(job, state, options)
     if options.origin is not None and not state.step:
         run.save(state)  # from now on the run does not need the folder of --from
-        print(f"validation loss {_measured(job, state):.3f} nats per {job.unit} before training")
+        loss = _measured(job, state)
+        print(f"validation loss {loss:.3f} nats per {job.unit} before training")
+        print(_in_other_units(loss, job.unit), flush=True)
     return state
 
 
@@ -92,9 +103,10 @@ def _measured(job: Job, state: State) -> float:
 
 def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
     unit = job.unit
-    sizes = [f"{len(part) / 1e6:.1f} M {unit}s" for part in job.corpus[:2]]
+    lengths = list(map(len, job.corpus[:2]))
+    sizes = [size(n) if unit == "byte" else f"{n:,} {unit}s" for n in lengths]
     n_params = sum(math.prod(leaf.shape) for leaf in tree.flatten(state.params).values())
-    print(f"data: {job.corpus.description}")
+    print(textwrap.fill(f"data: {job.corpus.description}", WIDTH - 1, **WRAPPED))
     print(f"      {sizes[0]} to train on, {sizes[1]} to validate on")
     name = train_from.name_of(job.model)
     which = f"preset {options.preset}" if options.origin is None else f"from {options.origin}"
@@ -110,25 +122,22 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
     n_steps = job.config.steps
     if state.step == n_steps or is_stale(state, job.config):
         return state
-    hidden = not sys.stderr.isatty()
-    bar = tqdm(total=n_steps, initial=state.step, unit="step", disable=hidden)
-    validation, printed_at = "-", state.seconds
-    with bar, interruptible(STOPPING) as stopping:
+    in_lines = not sys.stderr.isatty()
+    bar = Bar(n_steps, state.step, f"{state.step}/{n_steps}", disable=in_lines)
+    last: float | None = None  # validation loss
+    printed_at = state.seconds
+    with closing(bar), interruptible(STOPPING) as stopping:
         settings: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
         settings["compiled"] = options.compile
         steps = train(job.loss, state, job.source, job.config, job.backend, donate=True, **settings)
         for step in run.record(steps, stopping):
             state = step.state
-            rate = step.tokens / step.seconds
-            if step.validation is not None:
-                validation = f"{step.validation:.3f}"
-            if bar.disable and (step.validation is not None or step.seconds - printed_at >= EVERY):
-                print(_line(step, n_steps, validation, rate), flush=True)
+            is_validated = step.validation is not None
+            last = step.validation if is_validated else last
+            if in_lines and (is_validated or step.seconds - printed_at >= EVERY):
+                print(_line(step, n_steps, last), flush=True)
                 printed_at = step.seconds
-            bar.set_postfix_str(
-                f"loss {step.loss:.3f}, validation {validation}, {rate:,.0f} tokens/s"
-            )
-            bar.update()
+            bar.show(step.step, f"{step.step}/{n_steps}", _parts(step, n_steps, last))
             if options.sample_every is not None and step.step % options.sample_every == 0:
                 with tqdm.external_write_mode():
                     print(f"--- step {step.step}")
@@ -139,12 +148,46 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
     return state
 
 
-def _line(step: Step, n_steps: int, validation: str, rate: float) -> str:
-    left = step.seconds / step.step * (n_steps - step.step)
+def _line(step: Step, n_steps: int, validation: float | None) -> str:
+    """A line of progress. validation: the last validation loss."""
+    shown = "-" if validation is None else f"{validation:.3f}"
     return (
-        f"step {step.step}/{n_steps}  loss {step.loss:.3f}  validation {validation}  "
-        f"{rate:,.0f} tokens/s  {left:.0f} s left"
+        f"step {step.step}/{n_steps}  loss {step.loss:.3f}  validation {shown}  "
+        f"{_rate(step):,.0f} tokens/s  {_left(step, n_steps):.0f} s left"
     )
+
+
+def _parts(step: Step, n_steps: int, validation: float | None) -> list[str]:
+    """What is shown behind the bar, the most important first. validation: as of `_line`."""
+    parts = [f"loss {step.loss:.3f}", f"{tqdm.format_interval(_left(step, n_steps))} left"]
+    if validation is not None:
+        parts.append(f"validation {validation:.3f}")
+    parts.append(f"{_rate(step):,.0f} tokens/s")
+    if validation is not None:
+        parts.append(f"perplexity {perplexity(validation):,.2f}")
+    return parts
+
+
+def _rate(step: Step) -> float:
+    return step.tokens / step.seconds
+
+
+def _left(step: Step, n_steps: int) -> float:
+    return step.seconds / step.step * (n_steps - step.step)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), of a mean loss in nats per token; inf if it is too large for a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _in_other_units(loss: float, unit: str) -> str:
+    """A loss as perplexity; for bytes and characters also in bits."""
+    bits = "" if unit == "token" else f", {loss / math.log(2):.3f} bits per {unit}"
+    return f"perplexity {perplexity(loss):,.2f}{bits}"
 
 
 def _conclude(job: Job, state: State, folder: Path, options: argparse.Namespace) -> None:
@@ -155,6 +198,7 @@ def _conclude(job: Job, state: State, folder: Path, options: argparse.Namespace)
             f"validation loss {state.best:.3f} nats per {job.unit}, after step "
             f"{state.best_step} (a unigram model: {job.baseline:.3f})"
         )
+        print(_in_other_units(state.best, job.unit))
     ends = f" --steps {2 * state.step}" if state.step == job.config.steps else ""
     if is_stale(state, job.config):
         ends += f" --patience {2 * state.stale}"
