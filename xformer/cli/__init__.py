@@ -16,6 +16,7 @@ import xformer
 from xformer.cli import (
     attention,
     classify,
+    config_file,
     embed,
     finetune,
     generate,
@@ -76,11 +77,16 @@ def _run(argv: Sequence[str] | None) -> int:
     for command in COMMANDS:
         command.add_parser(subparsers)
     usual, warnings.formatwarning = warnings.formatwarning, _one_line
+    file: config_file.ConfigFile | None = None
     try:
-        args = parser.parse_args(command_line(sys.argv[1:] if argv is None else argv))
+        words = command_line(sys.argv[1:] if argv is None else argv)
+        file = config_file.use(words, subparsers.choices)
+        args = parser.parse_args(words)
         with kernels_of(getattr(args, "backend", None)):
             status: int = args.run(args)
     except (ValueError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:
+        if file is not None and isinstance(error, ValueError):
+            error.add_note(file.note(error, args))
         notes = getattr(error, "__notes__", [])  # for example, the last good checkpoint
         print("xformer: error:", "; ".join([str(error), *notes]), file=sys.stderr)
         return 1

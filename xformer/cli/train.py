@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from xformer import tree
-from xformer.cli import train_from, train_options
+from xformer.cli import config_file, train_from, train_options
 from xformer.cli.generate import write
 from xformer.cli.models import kernels_of, opened
 from xformer.cli.progress import EVERY, WIDTH, Bar
@@ -63,14 +63,13 @@ def _run(options: argparse.Namespace) -> int:
             "validation": job.validation.fingerprint(),
         },
     }
-    noted = {
-        "every": options.checkpoint_every,
-        "keep": options.keep_checkpoints,
-        "notes": train_options.kept(options),
-    }
+    kept = train_options.kept(options)
+    noted: dict[str, Any] = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
+    noted["notes"] = kept
     noted["free"] = train_options.ABOUT_ENDS
     with Run(folder, job.backend, about, model=job.model, **noted) as run:
         train_from.save_vocabulary(job.corpus.vocabulary, options, folder)
+        config_file.write(folder, "train", train_options.by_long_name(kept))
         # The first state gets no name, or it would stay in memory until training ends.
         state = _train(job, run, _begun(job, run, options), options)
     _conclude(job, state, folder, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from xformer import backends
 from xformer.checks import require_sizes
 from xformer.cli import train_from
+from xformer.cli.config_file import add_config
 from xformer.cli.paths import BACKENDS, DEVICE, nonempty
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.config import Config
@@ -176,6 +177,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="a new folder (default: runs/gpt, runs/gpt-2, ...)",
     )
     add("--resume", metavar="RUN", type=nonempty, help="resume a run from its newest checkpoint")
+    add_config(add)
     start = "start from this model: a run, or a Hugging Face folder"
     add("--from", dest="origin", metavar="FOLDER", type=nonempty, help=start)
     add(
@@ -209,6 +211,8 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
         if args.resume_step is not None:
             raise ValueError("--resume-step needs --resume")
         before: dict[str, Any] = {}
+    elif args.config is not None:
+        raise ValueError("--config starts a new run: it excludes --resume, which has its options")
     elif args.origin is not None:
         raise ValueError("--from starts a new run: it excludes --resume")
     else:
@@ -247,6 +251,16 @@ def kept(options: argparse.Namespace) -> dict[str, Any]:
     names = (*DEFAULTS, *Preset._fields) if options.resume is None else ENDS
     before = {} if options.resume is None else _of_run(options.resume)
     return before | {name: getattr(options, name) for name in names}
+
+
+def by_long_name(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `kept` that a new run needs to be the same, by their long names."""
+    fixed = () if notes["origin"] is None else OWN
+    return {
+        "from" if name == "origin" else _dashed(name): value
+        for name, value in notes.items()
+        if name not in fixed
+    }
 
 
 def config_of(options: argparse.Namespace) -> TrainConfig:

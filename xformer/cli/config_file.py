@@ -1,0 +1,173 @@
+"""`--config FILE`: options of a command in a TOML file, by their long names, without tables."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xformer.files import replacing
+
+CONFIG = "config.toml"
+OPTION = "--config"
+HELP = (
+    "options in a TOML file, by their long names and without tables: d-model = 128; the command "
+    "line wins; a run writes its own, config.toml"
+)
+WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+
+
+class ConfigFile(NamedTuple):
+    """The options in a file: long name -> value."""
+
+    path: Path
+    options: dict[str, Any]
+
+    def note(self, error: Exception, args: argparse.Namespace) -> str:
+        """The part of an error message that says which options came from the file."""
+        named = [
+            f"{name} = {_toml(value)}"
+            for name, value in self.options.items()
+            if re.search(rf"--{re.escape(name)}(?![\w-])", str(error))
+            and getattr(args, name.replace("-", "_"), value) == value
+        ]
+        return f"{self.path} has {', '.join(named)}" if named else f"options are from {self.path}"
+
+
+def add_config(add: Any) -> None:
+    """Add --config by `add`, the method `add_argument` of a parser or of a group."""
+    add(OPTION, metavar="FILE", action=_InUse, help=HELP)
+
+
+class _InUse(argparse.Action):
+    """Requires that `use` has read the file; it knows no abbreviations."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, _: str | None = None
+    ) -> None:
+        if parser.get_default(self.dest) != values:
+            raise argparse.ArgumentError(self, f"write {OPTION} in full, and once")
+
+
+def use(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> ConfigFile | None:
+    """Make the options in the file of --config defaults of the command's parser, and return them.
+
+    argv: the command and its options
+    parsers: the parser of each command
+
+    None without --config. FileNotFoundError if there is no file. ValueError, which names the file
+    and the key, if the file is not TOML, for unknown keys, and for values of another type or not
+    among the choices.
+    """
+    parser = parsers.get(argv[0]) if argv else None
+    if parser is None:
+        return None
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument(OPTION, nargs="?")  # if the path is missing, the command's parser says so
+    found = finder.parse_known_args(argv[1:])[0].config
+    actions = _actions(parser)
+    if found is None or OPTION not in actions:
+        return None
+    path = Path(found)
+    read = _read(path)
+    for name, value in read.items():
+        option = f"--{name}"
+        if isinstance(value, dict):
+            raise ValueError(f"{path}: options must not be in tables, got [{name}]")
+        if option not in actions or option == OPTION:
+            near = difflib.get_close_matches(option.replace("_", "-"), actions.keys() - {OPTION}, 1)
+            hint = f"; did you mean {near[0].removeprefix('--')}?" if near else ""
+            raise ValueError(f"{path}: {name} is no option of xformer {argv[0]}{hint}")
+        action = actions[option]
+        action.required = False
+        parser.set_defaults(**{action.dest: _checked(action, value, f"{path}: {name}")})
+    parser.set_defaults(config=found)
+    return ConfigFile(path, read)
+
+
+def write(folder: Path, command: str, options: Mapping[str, Any]) -> None:
+    """Write config.toml, with which `command` repeats what it does with these options.
+
+    options: by their long names; None and empty lists are left out.
+    """
+    lines = [f"# To repeat it: xformer {command} {OPTION} FILE"]
+    for name, value in options.items():
+        if value is None or value == () or value == []:
+            continue
+        line = f"{name} = {_toml(value)}"
+        if not _is_utf8(line):  # TOML is; paths may not be
+            line = f"# {name} is not UTF-8; give it on the command line: {value!a}"
+        lines.append(line)
+    with replacing(folder / CONFIG) as (part,):
+        part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{OPTION}: there is no file {path}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+
+
+def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The options of a parser but --help, by their long names."""
+    long = {
+        action: [option for option in action.option_strings if option.startswith("--")]
+        for action in parser._actions  # argparse has no public list of them
+        if action.default != argparse.SUPPRESS
+    }
+    return {options[0]: action for action, options in long.items() if options}  # not --no-
+
+
+def _checked(action: argparse.Action, value: Any, where: str) -> Any:
+    """The value of an option. ValueError, which begins with `where`, if it is another's."""
+    if action.nargs == "+":
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{where} must be a list of strings, got {value!r:.60}")
+        return [_one(action, item, str, where) for item in value]
+    return _one(action, value, _type(action), where)
+
+
+def _type(action: argparse.Action) -> type:
+    """The type of an option's value."""
+    if action.nargs == 0:  # a flag
+        return bool
+    return action.type if action.type in (int, float) else str  # type: ignore[return-value]
+
+
+def _one(action: argparse.Action, value: Any, kind: type, where: str) -> Any:
+    if kind is float and type(value) is int and abs(value) < 1 << 1023:
+        value = float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{where} must be {WORDS[kind]}, got {value!r:.60}")
+    if action.choices is not None and value not in action.choices:
+        raise ValueError(f"{where} must be one of {', '.join(action.choices)}, got {value!r:.60}")
+    if kind is str and callable(action.type):
+        try:
+            action.type(value)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{where} {error}") from error
+    return value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):  # escapes of JSON are escapes of TOML; TOML escapes DEL too
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
