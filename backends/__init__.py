@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from xformer.backends.base import Backend, Generator, Memory, Unusable
+from xformer.checks import require_one_of
 from xformer.dispatch import chosen_kernels, library_of, package_of, plugins
 from xformer.renamed import new_name
 from xformer.typing import Array
@@ -127,8 +128,8 @@ def beside(name: str) -> dict[str, str]:
 
 
 def _open(name: str, device: str | None) -> tuple[ModuleType, Backend]:
-    if name not in NAMES and name not in plugins():
-        raise ValueError(f"backend must be one of {', '.join(names())}, got {name!r}")
+    if name not in NAMES:  # plugins take long to look up
+        require_one_of("backend", name, names())
     try:
         module = importlib.import_module(package_of(name.replace("-", "_")) or name)
         return module, module.backend(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -48,10 +49,19 @@ def test_available() -> None:
         assert why_not is None or name in why_not
 
 
-@pytest.mark.parametrize("name", ["tensorflow", "", "NumPy", "array_api_strict", "base"])
-def test_unknown_name(name: str) -> None:
-    message = f"^backend must be one of {', '.join(backends.NAMES)}, got {name!r}$"
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("tensorflow", ""),
+        ("", ""),
+        ("base", ""),
+        ("NumPy", "; did you mean numpy?"),
+        ("array_api_strict", "; did you mean array-api-strict?"),
+    ],
+)
+def test_unknown_name(name: str, meant: str) -> None:
+    message = f"backend must be one of {', '.join(backends.NAMES)}, got {name!r}{meant}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         backends.get(name)
     with pytest.raises(ValueError, match=r"^backend must be one of"):
         backends.unavailable_reason(name)

@@ -998,7 +998,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         block_config,
         {"norm_placement": "both"},
-        'block: norm_placement must be one of "pre", "post", "sandwich", "output", got \'both\'',
+        "block: norm_placement must be one of pre, post, sandwich, output, got 'both'",
     ),
     (block_config, {"down": False}, "block: ffn without down needs d_ff = d_model = 8, got 16"),
     (block_config, {"attn_norm": False, "parallel": True}, "block: parallel needs attn_norm"),
@@ -1117,7 +1117,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         xformer.GPT,
         {"norm_placement": None},
-        'block: norm_placement must be one of "pre", "post", "sandwich", "output", got None',
+        "block: norm_placement must be one of pre, post, sandwich, output, got None",
     ),
     (
         xformer.GPT,
@@ -1177,7 +1177,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         xformer.Transformer,
         {"norm_placement": "x"},
-        'block: norm_placement must be one of "pre", "post", "sandwich", "output", got \'x\'',
+        "block: norm_placement must be one of pre, post, sandwich, output, got 'x'",
     ),
     (xformer.Transformer, {"activation": "x"}, ACTIVATIONS),
     (xformer.Transformer, {"pad_id": -1}, "Transformer: pad_id must lie in [0, 11), got -1"),

@@ -218,7 +218,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "factor": (lambda: noam(4, 5, -1), "noam: factor must lie in [0, inf], got -1"),
     "shape": (
         lambda: wsd(1, 5, shape="sqrt"),
-        "wsd: shape must be one of 1-sqrt, linear, cosine, got 'sqrt'",
+        "wsd: shape must be one of 1-sqrt, linear, cosine, got 'sqrt'; did you mean 1-sqrt?",
     ),
     "decay share": (lambda: wsd(1, 5, 1.5), "wsd: decay must lie in [0, 1], got 1.5"),
     "decay steps": (lambda: wsd(1, 5, 6), "wsd: decay must lie in [1, 5], got 6"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
@@ -20,6 +22,31 @@ from xformer.shapes import (
 from xformer.typing import Array
 
 MAX_LAYERS = 10_000
+
+
+def require_one_of(what: str, value: Any, known: Iterable[str]) -> None:
+    """ValueError, with the name that was probably meant, unless `value` is one of `known`.
+
+    what: names the value in the message, such as "wsd: shape"
+    """
+    known = tuple(known)
+    if not isinstance(value, str) or value not in known:
+        near = did_you_mean(value, known)
+        raise ValueError(f"{what} must be one of {', '.join(known)}, got {value!r:.100}{near}")
+
+
+def did_you_mean(value: Any, known: Iterable[str]) -> str:
+    """The end of a message, with the one of `known` that `value` resembles: "; did you mean adam?".
+
+    Empty if it resembles none. Capitals, and "_" for "-", make no difference.
+    """
+    names = {_plain(name): name for name in known}
+    near = difflib.get_close_matches(_plain(value), names, 1) if isinstance(value, str) else []
+    return f"; did you mean {names[near[0]]}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    return name[:100].lower().replace("_", "-")
 
 
 def require_axis(op: str, x: Array, axis: int, name: str = "x") -> None:

@@ -339,7 +339,9 @@ def kernels(name: str) -> Iterator[None]:
     backend is not installed.
     """
     if name not in _SETS:
-        raise ValueError(f"kernels: name must be one of {', '.join(_SETS)}, got {name!r}")
+        from xformer.checks import require_one_of  # which imports this module
+
+        require_one_of("kernels: name", name, _SETS)
     if name != "numpy":
         _require_usable(name)
     token = _chosen.set(name)

@@ -26,7 +26,7 @@ import numpy as np
 from xformer import backends, optim, tree
 from xformer.backends.numpy.stand_in import Tally, stand_in
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
-from xformer.checks import require_sizes
+from xformer.checks import require_one_of, require_sizes
 from xformer.initializers import Shapes
 from xformer.measure import arguments, saved_by_part
 from xformer.models import EncoderDecoder
@@ -153,9 +153,7 @@ def sizes_of(network: Any, batch: int, length: int, dtype: str, optimiser: str) 
     sizes = require_sizes("ledger", 1, batch=batch, length=length)
     if dtype not in FLOATING:
         raise ValueError(f"ledger: dtype must be {' or '.join(FLOATING)}, got {dtype!r}")
-    if optimiser not in optim.OPTIMISERS:
-        names = ", ".join(optim.OPTIMISERS)
-        raise ValueError(f"ledger: optimiser must be one of {names}, got {optimiser!r}")
+    require_one_of("ledger: optimiser", optimiser, optim.OPTIMISERS)
     if arguments(network, 1, 1, dtype)[1] is None:
         raise ValueError(f"ledger: the model must have a loss, got {network!r:.60}")
     return sizes

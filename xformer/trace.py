@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import backends, tree
+from xformer.checks import require_one_of
 from xformer.dispatch import Overridable, observed, observer
 from xformer.shapes import FLOATING, dtype_name
 from xformer.typing import Array
@@ -86,7 +87,7 @@ class Trace(list[Step]):
         if op is not None and op not in names:
             if not names:
                 raise ValueError(f"trace: no op was called, so there is none named {op!r}")
-            raise ValueError(f"trace: op must be one of {', '.join(names)}, got {op!r}")
+            require_one_of("trace: op", op, names)
         begins = next((i for i, step in enumerate(self) if step.is_backward), len(self))
         numbers: dict[int, int] = {}
         for step in self:

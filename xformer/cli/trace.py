@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from xformer import backends
-from xformer.checks import require_sizes
+from xformer.checks import require_one_of, require_sizes
 from xformer.cli.models import Found, enable_float64, opened, start_id
 from xformer.cli.paths import BACKENDS, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.texts import shown
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
         cache.backward()
     loss = float(place.to_numpy(loss))
     names = list(dict.fromkeys(step.op for step in steps))
-    if args.op not in (None, *names):
-        raise ValueError(f"--op must be one of {', '.join(names)}, got {args.op!r}")
+    if args.op is not None:
+        require_one_of("--op", args.op, names)
     if args.json:
         rows = [_data(step) for step in steps if args.op in (None, step.op)]
         print(json.dumps({"loss": loss, "steps": rows}, indent=2))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer import pretrained
+from xformer.checks import require_one_of
 from xformer.finetune.base import LONGEST, Example, Task, context_of
 from xformer.finetune.data import Record, first_fields
 from xformer.finetune.language import Causal, Completion, Masked
@@ -36,8 +37,7 @@ def task(name: str, model: Any, tokenizer: Any, max_len: int | None = None, **op
     max_len: the most tokens of a text; None: 512, or the model's length if that is less
     options: of the task
     """
-    if name not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+    require_one_of("task", name, TASKS)
     if max_len is None:
         trained = (getattr(model, "hf_config", None) or {}).get("max_position_embeddings")
         limits = (LONGEST, context_of(model), trained)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from xformer import layers, ops, renamed
 from xformer.backends import Generator
-from xformer.checks import number, plain_numbers
+from xformer.checks import number, plain_numbers, require_one_of
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import AttentionParams, KeyValue, attention
 from xformer.layers.attention_config import AttentionConfig
@@ -69,11 +69,7 @@ class BlockConfig:
                 f"got {self.ffn.d_ff}"
             )
         number("block", "dropout", self.dropout, low=0, high=1)
-        if self.norm_placement not in NORMS:
-            names = ", ".join(f'"{name}"' for name in NORMS)
-            raise ValueError(
-                f"block: norm_placement must be one of {names}, got {self.norm_placement!r}"
-            )
+        require_one_of("block: norm_placement", self.norm_placement, NORMS)
         if self.parallel and self.norm_placement != "pre":
             raise ValueError(
                 f'block: parallel needs norm_placement "pre", got {self.norm_placement!r}'

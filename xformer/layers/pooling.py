@@ -7,7 +7,7 @@ from typing import NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer import renamed
-from xformer.checks import require_gradient, require_mask, require_vectors
+from xformer.checks import require_gradient, require_mask, require_one_of, require_vectors
 from xformer.shapes import STORED, dtype_name
 from xformer.showing import short
 from xformer.typing import Array
@@ -25,8 +25,7 @@ def pool(x: Array, *, pooling: str = "mean", mask: Array | None = None) -> tuple
     ValueError for another pooling and for shapes that do not fit. TypeError for x of two-byte
     numbers.
     """
-    if pooling not in POOLINGS:
-        raise ValueError(f"pool: pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+    require_one_of("pool: pooling", pooling, POOLINGS)
     require_vectors("pool", "x", x)
     if dtype_name(x) in STORED:
         raise TypeError(f"pool: x must be float32 or float64, got {dtype_name(x)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from xformer.checks import number, plain_numbers, require_sizes
+from xformer.checks import number, plain_numbers, require_one_of, require_sizes
 
 # The parameters that a scaling needs, and those that are optional.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -105,8 +105,7 @@ class RopeConfig:
 
 def _require_given(config: RopeConfig) -> None:
     scaling = config.scaling
-    if not isinstance(scaling, str) or scaling not in NEEDS:
-        raise ValueError(f"rotary: scaling must be one of {', '.join(NEEDS)}, got {scaling!r}")
+    require_one_of("rotary: scaling", scaling, NEEDS)
     for name in NEEDS[scaling]:
         if getattr(config, name) is None:
             raise ValueError(f'rotary: scaling "{scaling}" needs {name}')

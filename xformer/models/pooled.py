@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import ops
+from xformer.checks import require_one_of
 from xformer.layers.pooling import POOLINGS, pool
 from xformer.models.lm_head import zeros_of
 from xformer.showing import short
@@ -13,10 +14,7 @@ from xformer.typing import Array
 
 def require_pooling(pooling: str, head: Any) -> None:
     """ValueError unless `pooling` is a name that a model with this head has."""
-    if pooling not in (*POOLINGS, "pooler"):
-        raise ValueError(
-            f"pooled: pooling must be one of {', '.join(POOLINGS)}, pooler, got {pooling!r}"
-        )
+    require_one_of("pooled: pooling", pooling, (*POOLINGS, "pooler"))
     if pooling == "pooler" and not hasattr(head, "pooled"):
         raise ValueError('pooled: pooling "pooler" needs a model with a Pooler')
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from xformer import ops
+from xformer.checks import require_one_of
 from xformer.typing import Array
 
 Activation = Callable[[Array], tuple[Array, Any]]
@@ -39,6 +40,5 @@ def _gelu_tanh() -> Activation:
 
 def require_activation(op: str, name: Any) -> Activation:
     """The activation called `name`. ValueError for an unknown name."""
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    require_one_of(f"{op}: activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from xformer import tree
-from xformer.checks import number, plain_numbers, require_sizes
+from xformer.checks import number, plain_numbers, require_one_of, require_sizes
 from xformer.optim._checks import learning_rate, matching, rebuilt
 from xformer.optim.adafactor import adafactor, adafactor_init
 from xformer.optim.adam import adam, adam_init, adamw, adamw_init
@@ -68,9 +68,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         plain_numbers(self)
-        if isinstance(self.optimiser, str) and self.optimiser not in OPTIMISERS:
-            names = ", ".join(OPTIMISERS)
-            raise ValueError(f"Rule: optimiser must be one of {names}, got {self.optimiser!r}")
+        if isinstance(self.optimiser, str):
+            require_one_of("Rule: optimiser", self.optimiser, OPTIMISERS)
         number("Rule", "lr", self.lr, low=0)
         require_sizes("Rule", 0, min_ndim=self.min_ndim)
 

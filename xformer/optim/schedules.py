@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from xformer.checks import finite, number, require_sizes, whole
+from xformer.checks import finite, number, require_one_of, require_sizes, whole
 
 Schedule: TypeAlias = Callable[[int], float]
 
@@ -107,8 +107,7 @@ def wsd(
     ValueError for a negative lr, steps below 1, final outside [0, 1], a decay outside [0, 1] or
     [1, steps], and another shape.
     """
-    if shape not in FALLS:
-        raise ValueError(f"wsd: shape must be one of {', '.join(FALLS)}, got {shape!r}")
+    require_one_of("wsd: shape", shape, FALLS)
     (steps,) = require_sizes("wsd", 1, steps=steps)
     if whole(decay) is not None:
         n_decay = int(number("wsd", "decay", decay, low=1, high=steps))
@@ -128,8 +127,7 @@ def warmup(schedule: Schedule, steps: int, how: str = "llm.c") -> Schedule:
 
     ValueError for another `how`, and for steps below 0.
     """
-    if how not in RISES:
-        raise ValueError(f"warmup: how must be one of {', '.join(RISES)}, got {how!r}")
+    require_one_of("warmup: how", how, RISES)
     (steps,) = require_sizes("warmup", 0, steps=steps)
     return then(lambda step: schedule(1) * RISES[how](step, steps), steps, schedule)
 

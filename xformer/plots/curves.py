@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from xformer.checks import require_one_of
 from xformer.plots.log import Log
 from xformer.plots.style import line_of, orders_of_magnitude, panels, readable, styled
 
@@ -32,8 +33,7 @@ def training_curves(logs: Sequence[Log], *, x: str = "step") -> Any:
     """
     if not logs:
         raise ValueError("training_curves: there are no runs")
-    if x not in AXES:
-        raise ValueError(f"training_curves: x must be one of {', '.join(AXES)}, got {x!r}")
+    require_one_of("training_curves: x", x, AXES)
     figure, ((loss, lr), (norm, speed)) = panels(2, 2, (9, 5.4), sharex=True)
     alone = len(logs) == 1
     for i, log in enumerate(logs):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from xformer.checks import did_you_mean
 from xformer.pretrained.reading import PretrainedError, listed
 
 REQUIRED: Any = object()  # the default of a required key
@@ -228,10 +229,10 @@ class Config:
             elif part in self._parts:
                 self._parts[part].accept([key])
 
-    def refused(self, name: str, wanted: str) -> PretrainedError:
-        """The error for a value that cannot be used."""
+    def refused(self, name: str, wanted: str, near: str = "") -> PretrainedError:
+        """The error for a value that cannot be used. near: as of `did_you_mean`."""
         value, name = self.data.get(name), self._called.get(name, name)
-        return PretrainedError(f"{self.where}: {name} must be {wanted}, got {value!r:.100}")
+        return PretrainedError(f"{self.where}: {name} must be {wanted}, got {value!r:.100}{near}")
 
     def _unknown(self) -> list[str]:
         return [k for k, v in self.data.items() if k not in self._asked and v is not None]
@@ -247,7 +248,7 @@ class Config:
         try:
             return check(value)
         except ValueError as error:
-            raise self.refused(name, str(error)) from None
+            raise self.refused(name, *error.args) from None
 
     def _read_list(
         self,
@@ -295,7 +296,8 @@ def _number(low: float, high: float) -> Callable[[Any], float]:
 def _text(choices: Sequence[str]) -> Callable[[Any], str]:
     def check(value: Any) -> str:
         if not isinstance(value, str) or (choices and value not in choices):
-            raise ValueError(f"one of {', '.join(choices)}" if choices else "a string")
+            wanted = f"one of {', '.join(choices)}" if choices else "a string"
+            raise ValueError(wanted, did_you_mean(value, choices))
         return value
 
     return check

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from xformer import backends, tree
+from xformer.checks import did_you_mean
 from xformer.initializers import Shapes
 from xformer.models.language_model import LanguageModel, LanguageModelParams
 from xformer.pretrained import families, files
@@ -232,8 +233,11 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
         code += f" = checkpoint.load({os.path.dirname(where)!r}, backends.get('numpy'))"
         raise PretrainedError(f"{where}: is of a run of xformer train; in Python, `{code}`")
     if not isinstance(kind, str) or kind not in families.FAMILIES:
-        names = ", ".join(sorted(families.FAMILIES))
-        raise PretrainedError(f"{where}: model_type must be one of {names}, got {kind!r:.100}")
+        names = sorted(families.FAMILIES)
+        raise PretrainedError(
+            f"{where}: model_type must be one of {', '.join(names)}, got {kind!r:.100}"
+            f"{did_you_mean(kind, names)}"
+        )
     return families.FAMILIES[kind]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from xformer import tree
+from xformer.checks import did_you_mean
 from xformer.initializers import Shapes
 from xformer.pretrained import families, files
 from xformer.pretrained.family import Family
@@ -25,7 +26,11 @@ def head_of(family: Family, config: Mapping[str, Any], where: str) -> str:
         return "hidden"
     if not isinstance(names, list) or len(names) != 1 or names[0] not in family.heads:
         wanted = ", ".join(family.heads)
-        raise PretrainedError(f"{where}: architectures must be one of {wanted}, got {names!r:.100}")
+        one = names[0] if isinstance(names, list) and len(names) == 1 else None
+        raise PretrainedError(
+            f"{where}: architectures must be one of {wanted}, got {names!r:.100}"
+            f"{did_you_mean(one, family.heads)}"
+        )
     return family.heads[names[0]]
 
 

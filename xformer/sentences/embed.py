@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from xformer import ops
+from xformer.checks import require_one_of
 from xformer.compiling import Forward
 from xformer.sentences.batches import KEPT, Progress, by_batch, require_language_model
 from xformer.typing import Array
@@ -51,8 +52,8 @@ def embed(
     tokens. An empty text has tokens if the tokenizer adds them (BERT's [CLS] and [SEP]).
     """
     require_language_model("embed", model)
-    if pooling not in (None, *POOLINGS):
-        raise ValueError(f"embed: pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+    if pooling is not None:
+        require_one_of("embed: pooling", pooling, POOLINGS)
     default = "last" if model.causal else "mean"
     how = {None: default, "cls": "first"}.get(pooling, pooling)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xformer.checks import number, plain_numbers, require_sizes
+from xformer.checks import number, plain_numbers, require_one_of, require_sizes
 from xformer.optim import OPTIMISERS, Optimiser, Rule, Schedule, decay_matrices, grouped, schedules
 from xformer.optim._checks import two_betas
 from xformer.shapes import STORED
@@ -80,11 +80,7 @@ class TrainConfig:
         if self.precision is not None:
             names["precision"] = STORED
         for name, known in names.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"TrainConfig: {name} must be one of {', '.join(known)}, "
-                    f"got {getattr(self, name)!r}"
-                )
+            require_one_of(f"TrainConfig: {name}", getattr(self, name), known)
 
     def learning_rate(self) -> Schedule:
         """The schedule: lr * step / warmup up to the peak, as in llm.c, then the decay."""

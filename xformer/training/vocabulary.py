@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xformer.checks import whole
+from xformer.checks import did_you_mean, whole
 from xformer.generation.vocabulary import FORMAT, VOCABULARY, Bytes, Characters
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, read_json
@@ -173,7 +173,10 @@ def named_vocabulary(name: str) -> Vocabulary | Callable[[Iterable[str]], Vocabu
         return partial(train_bpe, size=int(size))
     if name and Path(name).is_dir():
         return load_vocabulary(name)
-    raise ValueError(f"vocabulary must be bytes, characters, bpe:SIZE or a folder, got {name!r}")
+    near = did_you_mean(kind, ("bytes", "characters"))
+    raise ValueError(
+        f"vocabulary must be bytes, characters, bpe:SIZE or a folder, got {name!r}{near}"
+    )
 
 
 class _Counted:
