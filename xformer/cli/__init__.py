@@ -6,7 +6,6 @@ Each command is one module with two functions: `add_parser(subparsers)` adds its
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from xformer.cli import (
 )
 from xformer.cli.models import kernels_of
 from xformer.cli.output import printing
+from xformer.cli.parser import Parser
 from xformer.renamed import command_line
 
 COMMANDS = (
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="xformer", description=DESCRIPTION)
+    parser = Parser(prog="xformer", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"xformer {xformer.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:

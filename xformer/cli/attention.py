@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.cli.models import Found, opened, start_id
-from xformer.cli.paths import BACKENDS, DEVICE, MODEL, TOKENIZER, nonempty
+from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
 from xformer.generation import generate, prefill
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     add("--kind", choices=KINDS, help="attention of an encoder-decoder (default: cross)")
     target = "target text of an encoder-decoder (default: the text that the model generates)"
     add("--target", metavar="TEXT", help=target)
-    add("--backend", default="numpy", choices=BACKENDS, help="default: numpy")
+    add("--backend", default="numpy", **BACKEND)
     add("--device", help=DEVICE)
     add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
     add_out(parser, "attention.png")

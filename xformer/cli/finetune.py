@@ -18,7 +18,7 @@ from tqdm import tqdm
 from xformer import backends, finetune, tree
 from xformer.backends import Backend
 from xformer.cli.models import is_own, opened
-from xformer.cli.paths import BACKENDS, DEVICE, TOKENIZER, nonempty
+from xformer.cli.paths import BACKEND, DEVICE, TOKENIZER, nonempty
 from xformer.cli.progress import each
 from xformer.cli.texts import watched
 from xformer.cli.train import STOPPING, new_folder
@@ -56,7 +56,8 @@ def add_parser(subparsers: Any) -> None:
         required=True,
         help="a .jsonl file, or a text file with one text a line",
     )
-    add("--task", choices=finetune.TASKS, help="default: chosen by the fields and the model")
+    tasks = f"{', '.join(finetune.TASKS)} (default: chosen by the fields and the model)"
+    add("--task", metavar="TASK", choices=finetune.TASKS, help=tasks)
     add(
         "--out",
         metavar="DIR",
@@ -90,7 +91,7 @@ def add_parser(subparsers: Any) -> None:
         help="fraction of the data to validate on (default: 0.1; 0: no validation)",
     )
     add("--seed", type=int, default=0, help="default: 0")
-    add("--backend", default="numpy", choices=BACKENDS, help="default: numpy")
+    add("--backend", default="numpy", **BACKEND)
     add("--device", help=DEVICE)
     add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
     parser.set_defaults(run=run)

@@ -13,7 +13,7 @@ from xformer import backends
 from xformer.checks import require_id
 from xformer.cli.models import Found, opened, start_id
 from xformer.cli.output import is_lost
-from xformer.cli.paths import BACKENDS, DEVICE, MODEL, TOKENIZER, nonempty
+from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.sampling import TEMPERATURE, Choice, announce, choice
 from xformer.generation import PrefilledPrompt, beam_search, decoded, prefill, stream, until
 from xformer.generation.constraints import constraints
@@ -74,7 +74,7 @@ def add_parser(subparsers: Any) -> None:
     )
     compiled = "compile the decoding step if the backend can (default: on backend numba)"
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help=compiled)
-    add("--backend", default="numpy", choices=BACKENDS, help="default: numpy")
+    add("--backend", default="numpy", **BACKEND)
     add("--device", help=DEVICE)
     add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
     stored = "storage dtype of weights and KV cache, on backend cupy"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
 
 from xformer import backends
 
@@ -22,7 +23,12 @@ class BackendNames:
         return name in backends.NAMES or name in backends.names()
 
 
-BACKENDS = BackendNames()
+# Arguments of `add_argument` for --backend. Choices in the usage would need more than 80 columns.
+BACKEND: dict[str, Any] = {
+    "metavar": "NAME",
+    "choices": BackendNames(),
+    "help": f"one of {', '.join(backends.NAMES)} (default: numpy)",
+}
 
 
 def nonempty(text: str) -> str:

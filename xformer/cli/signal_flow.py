@@ -24,8 +24,9 @@ def add_parser(subparsers: Any) -> None:
     add("--layers", type=int, nargs="+", default=depths, metavar="N", help=what)
     add("--d-model", type=int, default=128, metavar="D", help="default: 128")
     add("--heads", type=int, default=4, metavar="H", help="default: 4")
-    placements = "norm placements to compare (default: pre post)"
-    add("--norms", nargs="+", choices=NORMS, default=("pre", "post"), help=placements)
+    placements = f"norm placements to compare, of {', '.join(NORMS)} (default: pre post)"
+    norms: Any = {"metavar": "PLACEMENT", "nargs": "+", "choices": NORMS}
+    add("--norms", **norms, default=("pre", "post"), help=placements)
     add("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     add_out(parser, "flow.png")
     parser.set_defaults(run=run)

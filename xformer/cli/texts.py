@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xformer.cli.paths import BACKENDS, DEVICE, TOKENIZER, nonempty
+from xformer.cli.paths import BACKEND, DEVICE, TOKENIZER, nonempty
 from xformer.cli.progress import progress
 
 
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = "a UTF-8 file with one text a line"
     parser.add_argument("--file", metavar="PATH", type=nonempty, help=what)
     parser.add_argument("--json", action="store_true", help="print one JSON object a text")
-    parser.add_argument("--backend", default="numpy", choices=BACKENDS, help="default: numpy")
+    parser.add_argument("--backend", default="numpy", **BACKEND)
     parser.add_argument("--device", help=DEVICE)
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "float64"), help="default: float32"

@@ -15,7 +15,7 @@ import numpy as np
 from xformer import backends
 from xformer.checks import require_one_of, require_sizes
 from xformer.cli.models import Found, enable_float64, opened, start_id
-from xformer.cli.paths import BACKENDS, DEVICE, MODEL, TOKENIZER, nonempty
+from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.texts import shown
 from xformer.cli.train_options import PRESETS
 from xformer.dispatch import reference_only
@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         description=ABOUT,
     )
     which = parser.add_mutually_exclusive_group()
-    sizes = "sizes of the GPT, as of xformer train (default: tiny)"
+    sizes = "sizes of the GPT, see xformer train --help (default: tiny)"
     which.add_argument("--preset", choices=PRESETS, help=sizes)
     which.add_argument("--model", metavar="PATH", type=nonempty, help=MODEL)
     add = parser.add_argument
@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
     add("--values", action="store_true", help=extremes)
     fast = "run the backend's kernels (default: the references, which the formulas describe)"
     add("--kernels", action="store_true", help=fast)
-    add("--backend", default="numpy", choices=BACKENDS, help="default: numpy")
+    add("--backend", default="numpy", **BACKEND)
     add("--device", help=DEVICE)
     add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
     add("--json", action="store_true", help="print one JSON object, for programs")

@@ -10,11 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer import backends
+from xformer import backends, tree
 from xformer.checks import require_sizes
 from xformer.cli import train_from
 from xformer.cli.config_file import add_config
-from xformer.cli.paths import BACKENDS, DEVICE, nonempty
+from xformer.cli.parser import Parser
+from xformer.cli.paths import BACKEND, DEVICE, nonempty
+from xformer.cli.summary import table
+from xformer.generation import Bytes
+from xformer.initializers import Shapes
+from xformer.models import GPT
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.config import Config
 from xformer.renamed import fields
@@ -41,6 +46,7 @@ PRESETS = {
     "small": Preset(4, 128, 4, 128, 8, 1500, 4e-3),
     "medium": Preset(6, 384, 6, 256, 12, 3000, 1e-3),
 }
+HEADS = ("preset", "layers", "width", "heads", "context", "batch", "steps", "peak lr", "parameters")
 # Defaults of the options that a preset does not set.
 DEFAULTS: dict[str, Any] = {
     "origin": None,
@@ -97,12 +103,31 @@ ENDS = ("steps", "patience")
 ABOUT_ENDS = tuple(f"training.{name}" for name in ENDS)  # in a run's `about`
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add all options. The value of an option that is not given is None."""
+    parser.after = presets
     _add_data(parser)
     _add_model(parser)
     _add_training(parser)
     _add_run(parser)
+
+
+def presets() -> str:
+    """The presets as a table, with the number of parameters for a vocabulary of bytes."""
+    rows = [HEADS]
+    for name, preset in PRESETS.items():
+        model = GPT(Bytes.size, preset.layers, preset.d_model, preset.heads, preset.max_len)
+        shapes = tree.flatten(model.init_from(Shapes())).values()
+        n_params = sum(math.prod(leaf.shape) for leaf in shapes)
+        rows.append((name, *map(str, preset), f"{n_params:,}"))
+    numbers = range(1, len(HEADS))
+    return f"presets, with the parameters for bytes as tokens:\n{table(iter(rows), numbers)}"
+
+
+def usual(name: str) -> str:
+    """The default of an option by preset: "default: tiny 2, small 4, medium 6"."""
+    values = (f"{key} {getattr(preset, name)}" for key, preset in PRESETS.items())
+    return f"default: {', '.join(values)}"
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -116,11 +141,11 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add("--preset", choices=PRESETS, help="defaults of the sizes (default: small)")
-    add("--layers", type=int, metavar="N", help="number of layers (default: the preset's)")
-    add("--d-model", type=int, metavar="N", help="width of the model (default: the preset's)")
-    add("--heads", type=int, metavar="N", help="attention heads (default: the preset's)")
-    add("--max-len", type=int, metavar="N", help="context length (default: the preset's)")
+    add("--preset", choices=PRESETS, help="defaults of the sizes, see below (default: small)")
+    add("--layers", type=int, metavar="N", help=f"number of layers ({usual('layers')})")
+    add("--d-model", type=int, metavar="N", help=f"width of the model ({usual('d_model')})")
+    add("--heads", type=int, metavar="N", help=f"attention heads ({usual('heads')})")
+    add("--max-len", type=int, metavar="N", help=f"context length ({usual('max_len')})")
     add("--positions", choices=POSITIONS, help="vectors of the positions (default: learned)")
     modes = "add them to the embeddings, concatenate them, or add them to queries, keys and values"
     add("--position-mode", choices=MODES, help=f"{modes} (default: add)")
@@ -131,7 +156,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="recompute activations in backward: the same numbers with less memory, slower",
     )
-    add("--backend", choices=BACKENDS, help="default: numpy")
+    add("--backend", **BACKEND)
     add("--device", help=DEVICE)
     add("--dtype", choices=DTYPES, help="default: float32")
     stored = "round weights and activations to this dtype, on cupy; parameters stay float32"
@@ -144,11 +169,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
-    steps = "steps in all (default: the preset's); may be larger with --resume"
+    steps = f"steps in all ({usual('steps')}); may be larger with --resume"
     add("--steps", type=int, help=steps)
-    add("--batch", type=int, metavar="N", help="sequences in a batch (default: the preset's)")
+    add("--batch", type=int, metavar="N", help=f"sequences in a batch ({usual('batch')})")
     add("--accumulate", type=int, metavar="N", help="batches a step (default: 1)")
-    lr = "peak learning rate (default: the preset's; with --from a pretrained model 5e-5)"
+    lr = f"peak learning rate ({usual('lr')}; with --from a pretrained model {train_from.LR})"
     add("--lr", type=float, help=lr)
     add("--schedule", choices=(*SCHEDULES, NOAM), help="of the learning rate (default: cosine)")
     add("--warmup", type=int, metavar="STEPS", help="steps of linear warmup (default: 50)")
