@@ -249,8 +249,8 @@ except KeyError:
     said = behind_fake("return 2", use, tmp_path).splitlines()
     for line, size in ((said[0], "16"), (said[2], "4,096")):
         assert line == (
-            f"backend cupy: Out of memory allocating {size} bytes on device 1. Of the 80.00 GB of "
-            "NVIDIA No. 1 (cuda:1) 1.00 GB are free, and 0.50 GB in pieces that are too small; "
+            f"backend cupy: Out of memory allocating {size} bytes on device 1. Of the 80.0 GB of "
+            "NVIDIA No. 1 (cuda:1) 1.0 GB are free, and 500.0 MB in pieces that are too small; "
             "smaller batches, or activation_checkpointing=True of the model, need less"
         )
     assert [said[1], *said[3:]] == ["[0]"] * 3

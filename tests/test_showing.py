@@ -13,6 +13,7 @@ import pytest
 import xformer
 from xformer import backends, tree
 from xformer.catalogue import cases
+from xformer.showing import scaled, size
 
 GPT = xformer.GPT(256, 2, 64, 4, max_len=64)
 PARAMS = GPT.init(0)
@@ -20,7 +21,7 @@ KINDS = "Params", "Cache", "Saved", "State"
 
 
 def test_parameters_are_one_line() -> None:
-    assert repr(PARAMS) == "LanguageModelParams(2 blocks, 120,576 float32, 482 kB)"
+    assert repr(PARAMS) == "LanguageModelParams(2 blocks, 120,576 float32, 482.3 kB)"
     assert repr(PARAMS.stack.blocks[0].ffn).startswith("FeedForwardParams(33,088 float32, ")
     pair = xformer.Transformer(11, 13, 8, 2, 1, 2, 7).init(0, dtype="float64")
     assert repr(pair).startswith("EncoderDecoderParams(1 encoder block, 2 decoder blocks, ")
@@ -32,7 +33,7 @@ def test_states_and_frozen_leaves() -> None:
     assert repr(state) == "DecodeState(no arrays)"
     frozen = tree.freeze(PARAMS, "embed.*")
     assert repr(frozen) == repr(PARAMS)
-    assert repr(xformer.optim.adamw_init(PARAMS)) == "AdamState(241,152 float32, 965 kB)"
+    assert repr(xformer.optim.adamw_init(PARAMS)) == "AdamState(241,152 float32, 964.6 kB)"
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.group}-{case.name}")
@@ -76,3 +77,28 @@ def test_no_type_of_the_library_was_forgotten() -> None:
             if is_tree and "showing" not in kind.__repr__.__module__:
                 forgotten.append(kind)
     assert not forgotten
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (1049, "1.0 kB"),
+        (1051, "1.1 kB"),
+        (999_900, "999.9 kB"),
+        (999_949, "999.9 kB"),
+        (999_951, "1.0 MB"),
+        (1_000_000, "1.0 MB"),
+        (999_949_999, "999.9 MB"),
+        (999_999_999, "1.0 GB"),
+        (46_702_792_704, "46.7 GB"),
+        (10**12, "1.0 TB"),
+        (10**19, "10,000.0 PB"),
+    ],
+)
+def test_sizes_are_in_decimal_units(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text
+    assert scaled(nbytes, "FLOP") == text.replace("B", "FLOP")

@@ -17,7 +17,7 @@ LAYERS = ("blocks", "encoder", "decoder")
 def short(cls: type[T]) -> type[T]:
     """Class decorator: `repr` is one line, and notebooks show a table.
 
-    LanguageModelParams(2 blocks, 120,576 float32, 482 kB)
+    LanguageModelParams(2 blocks, 120,576 float32, 482.3 kB)
     """
     kind: Any = cls
     kind.__repr__, kind._repr_html_ = line, table_html
@@ -71,13 +71,20 @@ def table_html(node: Any) -> str:
     return f"<p>{html.escape(line(node))}</p><table>{head}{body}</table>"
 
 
-def size(nbytes: int) -> str:
-    """In decimal units: 482 kB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
+def size(nbytes: float) -> str:
+    """A number of bytes as text, in decimal units: 999 B, 482.3 kB, 1.0 MB."""
+    return scaled(nbytes, "B")
+
+
+def scaled(amount: float, unit: str) -> str:
+    """`amount` with a decimal prefix, `unit`, and from 1000 on one decimal place: 482.3 kB."""
+    if amount < 999.5:
+        return f"{amount:.0f} {unit}"
+    for prefix in "kMGTP":
+        amount /= 1000
+        if amount < 999.95 or prefix == "P":  # 999.95 would be rounded to 1000.0
             break
-        nbytes /= 1000  # type: ignore[assignment]
-    return f"{nbytes:.3g} {unit}"
+    return f"{amount:,.1f} {prefix}{unit}"
 
 
 def _arrays(node: Any) -> dict[str, Any]:

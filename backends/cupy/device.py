@@ -18,6 +18,7 @@ from xformer.backends.cupy.compiled import Compiled
 from xformer.backends.cupy.index_add import deterministic
 from xformer.backends.cupy.packed import packed
 from xformer.shapes import STORED
+from xformer.showing import size
 from xformer.typing import Array
 
 OLDEST = (14, 2)  # the oldest CuPy; the extras cuda12 and cuda13 require the same
@@ -82,10 +83,9 @@ class CupyBackend(Backend):
             free, total = cupy.cuda.runtime.memGetInfo()
             pieces = cupy.get_default_memory_pool().free_bytes()
         return (
-            f"backend cupy: {error} Of the {total / 1e9:,.2f} GB of {self.device_name()} "
-            f"(cuda:{self.device.id}) {free / 1e9:,.2f} GB are free, and {pieces / 1e9:,.2f} GB in "
-            "pieces that are too small; smaller batches, or activation_checkpointing=True of the "
-            "model, need less"
+            f"backend cupy: {error} Of the {size(total)} of {self.device_name()} "
+            f"(cuda:{self.device.id}) {size(free)} are free, and {size(pieces)} in pieces that are "
+            "too small; smaller batches, or activation_checkpointing=True of the model, need less"
         )
 
     def _from_host(self, host: np.ndarray) -> Array:

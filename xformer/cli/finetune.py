@@ -26,6 +26,7 @@ from xformer.cli.train_options import by_option
 from xformer.finetune import Record, Task, TrainConfig, lora
 from xformer.pretrained.convert import as_llama
 from xformer.sentences import settings
+from xformer.showing import size
 from xformer.training import Diverged, Step, interruptible
 from xformer.training.config import SCHEDULES
 
@@ -234,9 +235,7 @@ def _require_space(out: Path, params: Any) -> None:
     """OSError unless the disk has room for two copies: a save replaces the model by a new file."""
     needed, free = 2 * tree.nbytes(params), shutil.disk_usage(out).free
     if needed > free:
-        raise OSError(
-            f"{out}: the model needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
-        )
+        raise OSError(f"{out}: the model needs {size(needed)}, and {size(free)} are free")
 
 
 def _measured(

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from xformer.cli.paths import MODEL, nonempty
-from xformer.cli.summary import Row, inspected, scaled, table
+from xformer.cli.summary import Row, inspected, table
 from xformer.ledger import Ledger, ledger, measured_peak
 from xformer.optim import OPTIMISERS
 from xformer.shapes import FLOATING
+from xformer.showing import size
 from xformer.summary import LENGTH, context, ranges
 
 ABOUT = (
@@ -87,32 +88,32 @@ def data(result: Ledger) -> dict[str, Any]:
 
 def accounts(result: Ledger, optimiser: str, measured: int | None) -> Iterator[Row]:
     """A row for each item. Layers that save equally much share a row."""
-    yield "  parameters", scaled(result.params, "B"), ""
-    yield "  gradients", scaled(result.grads, "B"), ""
-    yield "  optimiser", scaled(result.state, "B"), f"the state of {optimiser}"
-    yield "  saved set", scaled(sum(result.saved.values()), "B"), "saved for backward"
-    for names, size in alike(result.saved):
-        yield f"    {names}", scaled(size, "B"), "each" if ", " in names or "-" in names else ""
-    yield "  temporaries", scaled(result.loss_work, "B"), "in the backward of the loss, at most"
-    yield "", scaled(result.layer_work, "B"), "in the backward of a layer, at most"
-    yield "", scaled(result.update_work, "B"), "in the optimiser, at most"
-    yield "  scratch", scaled(result.scratch, "B"), "buffers that kernels keep between calls"
-    yield "  backward", scaled(result.backward, "B"), "peak of backward, with temporaries"
-    yield "  update", scaled(result.update, "B"), "peak of the update, with temporaries"
-    yield "  peak", scaled(result.peak, "B"), "the larger of the two, plus scratch"
+    yield "  parameters", size(result.params), ""
+    yield "  gradients", size(result.grads), ""
+    yield "  optimiser", size(result.state), f"the state of {optimiser}"
+    yield "  saved set", size(sum(result.saved.values())), "saved for backward"
+    for names, nbytes in alike(result.saved):
+        yield f"    {names}", size(nbytes), "each" if ", " in names or "-" in names else ""
+    yield "  temporaries", size(result.loss_work), "in the backward of the loss, at most"
+    yield "", size(result.layer_work), "in the backward of a layer, at most"
+    yield "", size(result.update_work), "in the optimiser, at most"
+    yield "  scratch", size(result.scratch), "buffers that kernels keep between calls"
+    yield "  backward", size(result.backward), "peak of backward, with temporaries"
+    yield "  update", size(result.update), "peak of the update, with temporaries"
+    yield "  peak", size(result.peak), "the larger of the two, plus scratch"
     if measured is not None:
         share = f"the items above explain {result.peak / measured:.1%} of it"
-        yield "  measured", scaled(measured, "B"), share
+        yield "  measured", size(measured), share
 
 
 def alike(saved: dict[str, int]) -> Iterator[tuple[str, int]]:
     """The non-empty parts of a saved set. Layers that save equally much are one part."""
     groups: dict[tuple[str, int], list[int]] = {}
-    for name, size in saved.items():
+    for name, nbytes in saved.items():
         stem, _, number = name.rpartition(" ")
         if number.isdigit():
-            groups.setdefault((stem, size), []).append(int(number))
-        elif size:
-            groups[name, size] = []
-    for (stem, size), numbers in groups.items():
-        yield f"{stem}{'s' * (len(numbers) > 1)} {ranges(numbers)}" if numbers else stem, size
+            groups.setdefault((stem, nbytes), []).append(int(number))
+        elif nbytes:
+            groups[name, nbytes] = []
+    for (stem, nbytes), numbers in groups.items():
+        yield f"{stem}{'s' * (len(numbers) > 1)} {ranges(numbers)}" if numbers else stem, nbytes

@@ -8,6 +8,7 @@ from typing import Any
 
 from xformer.cli.paths import nonempty
 from xformer.cli.progress import progress
+from xformer.showing import size
 from xformer.training import Corpus, named_vocabulary, prepare
 
 
@@ -44,9 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _text(corpus: Corpus) -> str:
     train, validation = corpus.train, corpus.validation
-    megabytes = (train.nbytes + validation.nbytes) / 1e6
     return (
         f"{corpus.description}\n"
         f"{len(train):,} tokens to train on, {len(validation):,} to validate on, "
-        f"vocabulary size {corpus.vocabulary.size:,} ({megabytes:,.1f} MB)"
+        f"vocabulary size {corpus.vocabulary.size:,} ({size(train.nbytes + validation.nbytes)})"
     )

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from xformer.showing import size
 from xformer.training.texts import Progress
 
 PATIENCE = 2.0  # seconds before anything is shown
@@ -128,7 +129,7 @@ class _Lines:
             left = (now - self.start) / done * (total - done)
             amount = f"{done:,} of {total:,} {self.unit}"
             if self.unit == BYTES:
-                amount = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
+                amount = f"{size(done)} of {size(total)}"
             print(f"{what}: {amount}, {left:.0f} s left", file=sys.stderr, flush=True)
             self.next = now + EVERY
 

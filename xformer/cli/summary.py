@@ -17,6 +17,7 @@ from xformer.measure import blocks_of
 from xformer.models import EncoderDecoder
 from xformer.pretrained import files
 from xformer.shapes import FLOATING
+from xformer.showing import scaled, size
 from xformer.summary import Part, Summary, context, summary
 from xformer.training import checkpoint
 
@@ -51,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     stored: dict[str, int] = {}
     for name in tensors:
         dtype = tensors.dtype(name)
-        size = WIDTHS.get(dtype, 0) * math.prod(tensors.shape(name))
-        stored[dtype] = stored.get(dtype, 0) + size
+        nbytes = WIDTHS.get(dtype, 0) * math.prod(tensors.shape(name))
+        stored[dtype] = stored.get(dtype, 0) + nbytes
     result = summary(model, batch=args.batch, length=args.seq_len, dtype=args.dtype)
     if args.json:
         print(json.dumps(_data(model, stored, result), indent=2))
@@ -105,7 +106,7 @@ def _about(model: Any, stored: dict[str, int]) -> Iterator[Row]:
     blocks = blocks_of(network)
     yield "model", _title(model)
     dtypes = ", ".join(dtype for dtype in stored if stored[dtype])
-    yield "stored", f"{scaled(sum(stored.values()), 'B')} of {dtypes}"
+    yield "stored", f"{size(sum(stored.values()))} of {dtypes}"
     depth = f"{len(blocks)}"
     if isinstance(network, EncoderDecoder):
         depth = f"{len(network.encoder)} encoder, {len(network.decoder)} decoder"
@@ -157,8 +158,8 @@ def _parts(model: Any, result: Summary) -> Iterator[Row]:
         times = f"{len(part.paths)} x {part.each:,}" if len(part.paths) > 1 else ""
         share = f"{part.n_params / result.n_params:.1%}"
         yield part.name, times if whole is None else whole[0], f"{part.n_params:,}", share
-        for name, (shapes, size) in groups.items():
-            yield f"  {name}", shapes, f"{size:,}", ""
+        for name, (shapes, count) in groups.items():
+            yield f"  {name}", shapes, f"{count:,}", ""
     head = model.network.head
     if getattr(head, "tied", False):
         yield "head, tied", "the embedding's table", "0", ""
@@ -195,32 +196,32 @@ def _every(result: Summary) -> Iterator[Row]:
     for part in result.parts:
         for path in part.paths:
             for leaf, shape in part.leaves.items():
-                size = math.prod(shape)
+                count = math.prod(shape)
                 name = f"{path}.{leaf}".removesuffix(".")
-                yield name, _shape(shape), f"{size:,}", f"{size / result.n_params:.1%}"
+                yield name, _shape(shape), f"{count:,}", f"{count / result.n_params:.1%}"
     yield "total", "", f"{result.n_params:,}", ""
 
 
 def _memory(result: Summary) -> Iterator[Row]:
     memory = result.memory
-    params = scaled(memory.params, "B")
+    params = size(memory.params)
     yield "memory", "", f"{result.dtype}, batch {result.batch:,}, length {result.length:,}"
     yield "  parameters", params, ""
-    yield "  forward", scaled(memory.forward, "B"), "output and saved set of inference"
+    yield "  forward", size(memory.forward), "output and saved set of inference"
     yield (
         "  inference",
-        scaled(memory.inference, "B"),
+        size(memory.inference),
         "parameters + forward, without temporaries",
     )
-    yield "  saved set", scaled(memory.saved, "B"), "saved for backward, with the loss"
+    yield "  saved set", size(memory.saved), "saved for backward, with the loss"
     yield "  gradients", params, ""
-    yield "  moments", scaled(2 * memory.params, "B"), "AdamW, two for each parameter"
+    yield "  moments", size(2 * memory.params), "AdamW, two for each parameter"
     what = "parameters + gradients + moments + saved set"
-    yield "  training", scaled(memory.training, "B"), what
+    yield "  training", size(memory.training), what
     if memory.kv_token is not None and memory.kv_cache is not None:
-        whole = scaled(memory.kv_cache, "B")
+        whole = size(memory.kv_cache)
         what = f"a token, during generation; {whole} for the batch"
-        yield "  KV cache", scaled(memory.kv_token, "B"), what
+        yield "  KV cache", size(memory.kv_token), what
 
 
 def _flops(model: Any, result: Summary) -> Iterator[Row]:
@@ -231,16 +232,6 @@ def _flops(model: Any, result: Summary) -> Iterator[Row]:
     yield "  attention", scaled(flops.attention, "FLOP"), "scores and weighted sums of values"
     yield "  forward", scaled(flops.forward, "FLOP"), "parameters + attention"
     yield "  training", scaled(flops.training, "FLOP"), "3 x forward"
-
-
-def scaled(amount: float, unit: str) -> str:
-    """`amount` with three digits, a decimal prefix and `unit`: 498 MB."""
-    for prefix in ("", "K", "M", "G", "T", "P"):
-        if amount < 999.5 or prefix == "P":
-            break
-        amount /= 1000
-    digits = 0 if amount >= 99.95 or not prefix else 1 if amount >= 9.995 else 2
-    return f"{amount:,.{digits}f} {prefix}{unit}"
 
 
 def table(rows: Iterator[Row], right: Sequence[int] = (2, 3)) -> str:

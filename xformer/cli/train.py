@@ -102,8 +102,8 @@ def _measured(job: Job, state: State) -> float:
 
 def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
     unit = job.unit
-    lengths = list(map(len, job.corpus[:2]))
-    sizes = [size(n) if unit == "byte" else f"{n:,} {unit}s" for n in lengths]
+    counts = [len(part) for part in job.corpus[:2]]
+    sizes = [size(n) if unit == "byte" else f"{n:,} {unit}s" for n in counts]
     n_params = sum(math.prod(leaf.shape) for leaf in tree.flatten(state.params).values())
     print(textwrap.fill(f"data: {job.corpus.description}", WIDTH - 1, **WRAPPED))
     print(f"      {sizes[0]} to train on, {sizes[1]} to validate on")

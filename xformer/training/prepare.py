@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from xformer.files import making, require_new
+from xformer.showing import size
 from xformer.training.corpus import HEADER, Corpus, Words, dtype_of, encoded, made
 from xformer.training.texts import Progress, Texts, require_share, texts
 from xformer.training.token_files import (
@@ -146,6 +147,5 @@ def _require_room(target: Path, source: Texts, words: Vocabulary) -> None:
     free = shutil.disk_usage(above).free
     if needed > free:
         raise OSError(
-            f"prepare: {target} takes about {needed / 1e6:,.0f} MB, of which {above} has "
-            f"{free / 1e6:,.0f} MB free"
+            f"prepare: {target} takes about {size(needed)}, and {size(free)} are free in {above}"
         )
