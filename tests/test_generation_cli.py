@@ -286,3 +286,101 @@ def test_a_trained_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     options = ("--prompt", "a", "--tokenizer", published("tok512.bin"))
     why = "was written by xformer train and has a tokenizer"
     assert why in refused(capsys, "--model", folder, *options)
+
+
+def samples(out: str, n_samples: int) -> list[str]:
+    """The texts of `--num-samples`, each with its prompt and a line end."""
+    first, *texts = re.split(r"^--- sample (?=\d)", out, flags=re.MULTILINE)
+    assert first == ""
+    heads = [text.partition("\n")[0] for text in texts]
+    assert heads == [f"{i} of {n_samples}" for i in range(1, n_samples + 1)]
+    return [text.partition("\n")[2] for text in texts]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_several_samples(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = ("--model", model_folder(tmp_path, family), "--prompt", PROMPT, "--seed", 3)
+    start = (*start, "--max-new-tokens", 12, "--dtype", "float64")
+    one, _ = run(capsys, *start)
+    out, err = run(capsys, *start, "--num-samples", 3)
+    first, *others = samples(out, 3)
+    assert first == one and len({first, *others}) == 3
+    assert all(text.startswith(PROMPT) == (family != "t5") for text in others)
+    assert re.fullmatch(r"\d+ prompt tokens in [\d.]+ s, 36 new tokens at [\d.]+ tokens/s\n", err)
+    again, _ = run(capsys, *start, "--num-samples", 3, "--no-stream")
+    assert again == out
+    more, _ = run(capsys, *start, "--num-samples", 5)
+    assert samples(more, 5)[:3] == [first, *others]
+    other, _ = run(capsys, *start, "--num-samples", 3, "--seed", 4)
+    assert samples(other, 3)[1] != others[0]
+
+
+def test_each_sample_ends_at_its_own_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = stories(tmp_path, "tok512.bin")
+    start = ("--model", path, "--prompt", PROMPT, "--max-new-tokens", 60, "--num-samples", 4)
+    whole = samples(run(capsys, *start)[0], 4)
+    cut = samples(run(capsys, *start, "--stop", ".")[0], 4)
+    assert len({len(text) for text in cut}) > 1
+    for long, short in zip(whole, cut, strict=True):
+        assert long.startswith(short.removesuffix("\n")) and "." not in short
+        assert ("." in long) == (len(short) < len(long))
+
+
+def test_samples_of_a_run_slide_past_the_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    train = ["train", "--preset", "tiny", "--steps", "3", "--data", str(tmp_path / "fox.txt")]
+    assert main([*train, "--out", str(tmp_path / "gpt")]) == 0
+    capsys.readouterr()
+    start = ("--model", tmp_path / "gpt", "--prompt", PROMPT, "--max-new-tokens", 80)
+    one, _ = run(capsys, *start, "--dtype", "float64")
+    several, _ = run(capsys, *start, "--dtype", "float64", "--num-samples", 2)
+    first, second = samples(several, 2)
+    assert first == one != second and len(second.encode()) > 64
+
+
+def test_samples_by_compiled_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("numba")
+    start = ("--model", stories(tmp_path, "tok512.bin"), "--prompt", PROMPT, "--backend", "numba")
+    start = (*start, "--max-new-tokens", 20, "--dtype", "float64", "--num-samples", 3)
+    plain, _ = run(capsys, *start, "--no-compile")
+    assert run(capsys, *start, "--compile")[0] == plain
+    assert len(set(samples(plain, 3))) == 3
+
+
+def test_the_best_beams_are_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = stories(tmp_path, "tok512.bin")
+    start = ("--model", path, "--prompt", PROMPT, "--max-new-tokens", 10, "--beams", 4)
+    best, _ = run(capsys, *start)
+    first, *others = samples(run(capsys, *start, "--num-samples", 3)[0], 3)
+    assert first == best and len({first, *others}) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--num-samples", 0), "--num-samples must be an int of at least 1, got 0"),
+        (("--beams", 2, "--num-samples", 3), "--num-samples must be at most the 2 beams, got 3"),
+        (("--temperature", 0, "--num-samples", 2), "--num-samples 2 needs sampling"),
+    ],
+)
+def test_samples_that_cannot_differ_are_refused(
+    options: tuple[Any, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the model is read."""
+    assert why in refused(capsys, "--model", "absent", "--prompt", PROMPT, *options)
+
+
+def test_samples_need_a_model_that_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model_folder(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
+    start = ("--model", folder, "--prompt", PROMPT, "--max-new-tokens", 2, "--num-samples", 2)
+    said = refused(capsys, *start)
+    assert "needs sampling" in said
+    for options in re.findall(r"(--temperature \S+|--beams \d+)", said):
+        samples(run(capsys, *start, *options.strip(",\n").split())[0], 2)

@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator
+from itertools import tee
 from typing import Any
 
 from xformer import backends
@@ -55,6 +56,9 @@ def add_parser(subparsers: Any) -> None:
     add("--min-p", type=float, metavar="P", help=least)
     add("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less")
     add("--beams", type=int, metavar="N", help="beam search with N beams, without sampling")
+    several = "generate N texts in one batch, each by other random numbers (default: 1); with "
+    several += "--beams, the N best"
+    add("--num-samples", type=int, default=1, metavar="N", help=several)
     ends = "stop before this text; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=ends)
     add(
@@ -83,7 +87,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuation; then, on stderr, the tokens per second."""
+    """Print the prompt and its continuations; then, on stderr, the tokens per second."""
     choice(args, Settings())  # raises for bad options before a model is read
     _require_precision(args)
     loaded = _rounded(opened(args), args)
@@ -105,12 +109,17 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     read = time.perf_counter()
     new: list[int] = []
-    ids = _new_ids(args, loaded, network, text, chosen, settings, ends)
     before, hidden = () if is_target else prompt, hidden_ids(loaded.tokenizer, ends)
-    written = decoded(loaded.tokenizer, _recorded(ids, new, ends), before, hidden=hidden)
-    pieces = until(written, [*settings.stop_strings, *args.stop])
+    samples = _new_ids(args, loaded, network, text, chosen, settings, ends)
     announce(args, settings, chosen)
-    write(pieces if args.stream else ["".join(pieces)], "" if is_target else args.prompt)
+    for i, ids in enumerate(samples, start=1):
+        if len(samples) > 1:
+            print(f"--- sample {i} of {len(samples)}")
+        written = decoded(loaded.tokenizer, _recorded(ids, new, ends), before, hidden=hidden)
+        pieces = until(written, [*settings.stop_strings, *args.stop])
+        write(pieces if args.stream else ["".join(pieces)], "" if is_target else args.prompt)
+        if is_lost():
+            break
     rate = len(new) / (time.perf_counter() - read)
     print(
         f"{len(prompt)} prompt tokens in {read - start:.2f} s, "
@@ -159,24 +168,33 @@ def _new_ids(
     chosen: Choice,
     settings: Settings,
     stops: frozenset[int],
-) -> Iterator[int]:
-    """The generated ids, including the one of `stops` that ends the text."""
+) -> list[Iterator[int]]:
+    """The ids of each sample as they are generated, with the one of `stops` that ends the text."""
     max_new_tokens = _max_new(args, loaded, network, text, settings)
     ends = ends_of(loaded.tokenizer, network)
     filters = chosen.filters(constraints(settings, ends, text.width, max_new_tokens))
     if chosen.beams is None:
         options: Any = {"sampler": filters, "seed": args.seed, "sliding_context": loaded.slides}
         options["compiled"] = args.compile
+        text = text.rows((0,) * args.num_samples) if args.num_samples > 1 else text
         steps = stream(
             network, loaded.params, text, max_new_tokens=max_new_tokens, stop=stops, **options
         )
-        return (i for (i,) in steps if i is not None)
+        return [_column(rows, i) for i, rows in enumerate(tee(steps, args.num_samples))]
     if args.compile:
         warnings.warn("--compile: beam search is not compiled", RuntimeWarning, stacklevel=2)
     options = {"n_beams": chosen.beams, "max_new_tokens": max_new_tokens, "stop": stops}
     options |= {"filters": filters, **chosen.search}
-    ((best, *_),) = beam_search(network, loaded.params, text, **options)
-    return iter(best.ids)
+    (beams,) = beam_search(network, loaded.params, text, **options)
+    return [iter(beam.ids) for beam in beams[: args.num_samples]]
+
+
+def _column(steps: Iterable[list[int | None]], i: int) -> Iterator[int]:
+    """The ids of text `i`, up to its end."""
+    for step in steps:
+        if (new := step[i]) is None:
+            return
+        yield new
 
 
 def _max_new(

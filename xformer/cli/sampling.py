@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from xformer.checks import require_sizes
 from xformer.generation import samplers
 from xformer.generation.constraints import no_repeat_ngram
 from xformer.generation.samplers import Filter
@@ -80,6 +81,7 @@ def choice(args: argparse.Namespace, settings: Settings) -> Choice:
     values = defaults | {n: v for n, v in used.items() if v != NEUTRAL.get(n)} | options
     if values.get("temperature") == 0:  # greedy: these filters never remove the most likely token
         values = {n: v for n, v in values.items() if n not in DRAWING[1:]}
+    _require_samples(args.num_samples, beams, is_drawn=values.get("temperature") != 0)
     search = {n: v for n in SEARCHING if (v := getattr(settings, n)) is not None}
     by_file = {"do_sample": beams is None and not is_drawn, "num_beams": beams != args.beams}
     keys = [name for name, is_followed in by_file.items() if is_followed and name in in_files]
@@ -87,6 +89,20 @@ def choice(args: argparse.Namespace, settings: Settings) -> Choice:
     ngram = in_files.get("no_repeat_ngram_size", 0)
     keys += ["no_repeat_ngram_size"] * bool(ngram)
     return Choice(values, ngram, beams, search, tuple(keys))
+
+
+def _require_samples(n_samples: int, beams: int | None, *, is_drawn: bool) -> None:
+    """ValueError unless so many different texts can be generated."""
+    require_sizes("generate", 1, **{"--num-samples": n_samples})
+    if n_samples == 1:
+        return
+    if beams is not None and n_samples > beams:
+        raise ValueError(f"--num-samples must be at most the {beams} beams, got {n_samples}")
+    if beams is None and not is_drawn:
+        raise ValueError(
+            f"--num-samples {n_samples} needs sampling, as greedy decoding gives one text: give a "
+            f"temperature above 0, such as --temperature {TEMPERATURE}, or --beams {n_samples}"
+        )
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

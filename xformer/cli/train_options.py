@@ -10,18 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer import backends, tree
+from xformer import backends
 from xformer.checks import require_sizes
 from xformer.cli import train_from
 from xformer.cli.config_file import add_config
 from xformer.cli.parser import Parser
 from xformer.cli.paths import BACKEND, DEVICE, nonempty
-from xformer.cli.summary import table
+from xformer.cli.summary import Row, table
 from xformer.generation import Bytes
-from xformer.initializers import Shapes
 from xformer.models import GPT
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.config import Config
+from xformer.pretrained.matching import shapes_of
 from xformer.renamed import fields
 from xformer.shapes import STORED
 from xformer.training import TrainConfig
@@ -114,11 +114,10 @@ def add_options(parser: Parser) -> None:
 
 def presets() -> str:
     """The presets as a table, with the number of parameters for a vocabulary of bytes."""
-    rows = [HEADS]
+    rows: list[Row] = [HEADS]
     for name, preset in PRESETS.items():
         model = GPT(Bytes.size, preset.layers, preset.d_model, preset.heads, preset.max_len)
-        shapes = tree.flatten(model.init_from(Shapes())).values()
-        n_params = sum(math.prod(leaf.shape) for leaf in shapes)
+        n_params = sum(map(math.prod, shapes_of(model).values()))
         rows.append((name, *map(str, preset), f"{n_params:,}"))
     numbers = range(1, len(HEADS))
     return f"presets, with the parameters for bytes as tokens:\n{table(iter(rows), numbers)}"
