@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import xformer
 from xformer.cli import (
     attention,
     classify,
+    completion,
     config_file,
     embed,
     finetune,
@@ -49,6 +50,7 @@ COMMANDS = (
     summary,
     memory,
     info,
+    completion,
 )
 DESCRIPTION = "The transformer, forward and backward, on any array library."
 
@@ -70,17 +72,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def command_parser() -> tuple[Parser, Mapping[str, Parser]]:
+    """The parser of the command line, and the parsers of the commands by name."""
     parser = Parser(prog="xformer", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"xformer {xformer.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
+    return parser, subparsers.choices
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser, commands = command_parser()
     usual, warnings.formatwarning = warnings.formatwarning, _one_line
     file: config_file.ConfigFile | None = None
     try:
         words = command_line(sys.argv[1:] if argv is None else argv)
-        file = config_file.use(words, subparsers.choices)
+        file = config_file.use(words, commands)
         args = parser.parse_args(words)
         with kernels_of(getattr(args, "backend", None)):
             status: int = args.run(args)
