@@ -17,7 +17,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from xformer.backends.base import Backend, Generator, Memory, Unusable
+from xformer.backends.base import INSTALL_CUDA, Backend, Generator, Memory, Unusable
 from xformer.checks import require_one_of
 from xformer.dispatch import chosen_kernels, library_of, package_of, plugins
 from xformer.renamed import new_name
@@ -28,7 +28,7 @@ ON_NUMPY = ("numba", "mkl")  # further kernels for NumPy arrays, chosen by `xfor
 WITH_NUMPY = ("numpy", *ON_NUMPY)
 
 _INSTALL = {
-    "cupy": "pip install 'xformer-array[cuda13]' (or [cuda12])",
+    "cupy": INSTALL_CUDA,
     "torch": "pip install 'xformer-array[torch]'",
     "jax": "pip install 'xformer-array[jax]'",
     "array-api-strict": "pip install array-api-strict",

@@ -16,6 +16,10 @@ from xformer.checks import require_sizes
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
+INSTALL_CUDA = (
+    "pip install 'xformer-array[cuda13]', or for CUDA 12: pip install 'xformer-array[cuda12]'"
+)
+
 
 class Unusable(ImportError):
     """A known backend that cannot be used here. The message says why, and what to do."""
@@ -212,8 +216,7 @@ def _storage_dtype(precision: str) -> Any:
     try:
         import ml_dtypes
     except ImportError as error:
-        extras = "'xformer-array[cuda13]', or [cuda12]"
-        raise ImportError(f"ml_dtypes is not installed: pip install {extras}") from error
+        raise ImportError(f"ml_dtypes is not installed: {INSTALL_CUDA}") from error
     return np.dtype(ml_dtypes.bfloat16)
 
 

@@ -14,6 +14,8 @@ import pytest
 from causal_models import causal
 
 from xformer import finetune, pretrained
+from xformer.backends import _INSTALL
+from xformer.backends.cupy.packages import LIBRARIES
 from xformer.cli import main, train
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.foreign import require_model
@@ -117,7 +119,8 @@ def test_the_hubs_command_takes_what_is_said() -> None:
     pytest.importorskip("huggingface_hub", reason="transformers, which brings it, is not installed")
     from huggingface_hub.cli.download import download
 
-    assert {"repo_id", "local_dir"} <= set(inspect.signature(download).parameters)
+    known = set(inspect.signature(download).parameters)
+    assert {"repo_id", "repo_type", "local_dir"} <= known
 
 
 def test_extras_that_are_named_exist() -> None:
@@ -127,6 +130,10 @@ def test_extras_that_are_named_exist() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     named = set(re.findall(r"xformer-array\[([\w,-]+)\]", text))
     assert named and {extra for group in named for extra in group.split(",")} <= extras
+    for hint in (*_INSTALL.values(), *LIBRARIES.values()):
+        commands = re.split(r", or for CUDA 12: ", hint)
+        for install, what in (shlex.split(command.removeprefix("pip ")) for command in commands):
+            assert install == "install" and re.fullmatch(r"[\w-]+(\[[\w-]+\])?", what)
 
 
 def test_the_commands_that_commands_print_run(
@@ -146,6 +153,84 @@ def test_the_commands_that_commands_print_run(
     (said,) = re.findall(r"to resume: xformer (.*)", capsys.readouterr().out)
     assert main(shlex.split(said)) == 0
     assert "after 2 steps" in capsys.readouterr().out
+
+
+def test_an_existing_run_is_resumed_as_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "_sample", lambda *_, **__: None)
+    (tmp_path / "it's.txt").write_text("the cat sat on the mat\n" * 100)
+    tiny = ["--preset", "tiny", "--layers", "1", "--max-len", "16", "--d-model", "16"]
+    command = ["train", "--data", str(tmp_path / "it's.txt"), *tiny, "--steps", "1"]
+    command += ["--out", str(tmp_path / "it's a run")]
+    assert main(command) == 0
+    assert main(command) == 1
+    (said,) = re.findall(r"resume the run in it: xformer (.*)", capsys.readouterr().err)
+    assert main(shlex.split(said)) == 0
+    assert "after 1 steps" in capsys.readouterr().out
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    assert main([*command[:-1], str(tmp_path / "other")]) == 1
+    assert capsys.readouterr().err.endswith("other is not empty; name a new folder\n")
+
+
+def test_a_missing_path_is_found_next_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "_sample", lambda *_, **__: None)
+    Path("data").mkdir()
+    Path("data/my fox.txt").write_text("the quick brown fox\n" * 100)
+    Path("data/pairs.jsonl").write_text('{"text": "a"}\n')
+    tiny = ["--preset", "tiny", "--layers", "1", "--max-len", "16", "--d-model", "16"]
+    tiny += ["--steps", "1"]
+
+    def meant(*argv: str) -> str:
+        assert main(list(argv)) == 1
+        (said,) = re.findall(r"; did you mean (.*)\?", capsys.readouterr().err)
+        (path,) = shlex.split(said)
+        return path
+
+    data = meant("train", *tiny, "--data", "data/my-fox.txt", "--out", "runs/gpt")
+    assert main(["train", *tiny, "--data", data, "--out", "runs/gpt"]) == 0
+    assert meant("train", "--resume", "runs/gtp") == "runs/gpt"
+    assert meant("plot", "runs/gtp") == "runs/gpt"
+    assert meant("generate", "--model", "runs/gpt2", "--prompt", "a") == "runs/gpt"
+    assert meant("summary", "--model", "runs/gpd") == "runs/gpt"
+    assert main(["summary", "--model", "runs/gpd"]) == 1
+    assert "Hub" not in capsys.readouterr().err  # runs/ is a folder, and no owner
+    command = ("finetune", "--model", "runs/none", "--task", "causal")
+    assert meant(*command, "--data", "data/pair.jsonl") == "data/pairs.jsonl"
+    capsys.readouterr()
+    for path in ("data", "elsewhere/gpt", "runs/zzz"):  # it exists, no folder, nothing is alike
+        assert main(["plot", path]) == 1
+        assert "did you mean" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("karpathy/tiny_shakespeare", "hf download karpathy/tiny_shakespeare --repo-type dataset "
+         "--local-dir tiny_shakespeare"),
+        ("books.txt", None),
+        ("data/books", None),
+        ("/a/b", None),
+    ],
+)  # fmt: skip
+def test_data_of_the_hub(
+    name: str,
+    command: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    for argv in (["train", "--data", name], ["prepare", name, "new"]):
+        assert main(argv) == 1
+        err = capsys.readouterr().err
+        assert re.match(rf"xformer: error: there is no file or folder \S*{name}\b", err)
+        assert CODE.findall(err) == [command] * (command is not None)
 
 
 def small(folder: Path) -> tuple[Any, Any]:

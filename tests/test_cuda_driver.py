@@ -459,7 +459,8 @@ print(lt is sys.modules["nvmath.bindings"].cublasLt, driver.beside()["cuBLASLt"]
         f"{cannot}package cuda-bindings is not installed{install}",
         f"{cannot}package cuda-pathfinder is not installed{install}",
         f'{cannot}libcublasLt was not found (Failure finding "libcublasLt.so.13 or '
-        "libcublasLt.so.12\"): pip install 'xformer-array[cuda13]' (or [cuda12])",
+        "libcublasLt.so.12\"): pip install 'xformer-array[cuda13]', or for CUDA 12: pip install "
+        "'xformer-array[cuda12]'",
         f"{cannot}there is no NVIDIA driver (CUDA driver is not found (libcuda.so.1))",
         f"{cannot}RuntimeError: CUBLAS_STATUS_NOT_INITIALIZED",
         "True 130100",
@@ -480,7 +481,7 @@ print(needed(lambda: 91501, *both))
 print(needed(lambda: 91600, *both) is sys.modules["cudnn"], driver.beside()["cuDNN"])
 """
     cannot, install = "cuDNN cannot be called: ", ": pip install 'xformer-array[cudnn]'"
-    older = " (CUDA 12: [cudnn-cu12])"
+    older = ", or for CUDA 12: pip install 'xformer-array[cudnn-cu12]'"
     assert said(PACKAGES + code, tmp_path) == [
         f"{cannot}packages nvidia-cudnn-frontend, cuda-bindings are not installed{install}",
         f"{cannot}package cuda-bindings is not installed{install}",

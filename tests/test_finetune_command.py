@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -101,6 +102,21 @@ def test_transformers_and_peft_load_what_is_saved(
         peft = pytest.importorskip("peft")
         wrapped = peft.PeftModel.from_pretrained(kind.from_pretrained("base"), "new/adapter")
         np.testing.assert_allclose(theirs(wrapped), got, atol=2e-5)
+
+
+@pytest.mark.parametrize("task", CASES)
+def test_the_command_that_uses_the_model_runs(
+    task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder(task)
+    assert main([*command(task)[:-6], "--out", "it's new", "--steps", "1"]) == 0
+    said = re.findall(r"^to use it: xformer (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert len(said) == (task != "masked")
+    for line in said:
+        words = shlex.split(line)
+        assert words[1:3] == ["--model", "it's new"]
+        assert main(words) == 0
+        assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("task", ["causal", "prefix", "classify", "seq2seq"])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import os
+import shlex
 from collections.abc import Iterable
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from array_api_compat import array_namespace
@@ -40,9 +43,22 @@ def did_you_mean(value: Any, known: Iterable[str]) -> str:
 
     Empty if it resembles none. Capitals, and "_" for "-", make no difference.
     """
+    near = _nearest(value, known)
+    return "" if near is None else f"; did you mean {near}?"
+
+
+def near_path(path: Path) -> str:
+    """The end of a message, as `did_you_mean`, with the path that a missing `path` resembles."""
+    if path.exists() or not path.parent.is_dir():
+        return ""
+    near = _nearest(path.name, sorted(os.listdir(path.parent)))
+    return "" if near is None else f"; did you mean {shlex.quote(str(path.parent / near))}?"
+
+
+def _nearest(value: Any, known: Iterable[str]) -> str | None:
     names = {_plain(name): name for name in known}
     near = difflib.get_close_matches(_plain(value), names, 1) if isinstance(value, str) else []
-    return f"; did you mean {names[near[0]]}?" if near else ""
+    return names[near[0]] if near else None
 
 
 def _plain(name: str) -> str:

@@ -12,7 +12,7 @@ import array_api_compat.cupy as xp
 import cupy
 import numpy as np
 
-from xformer.backends.base import Backend, Memory, Unusable
+from xformer.backends.base import INSTALL_CUDA, Backend, Memory, Unusable
 from xformer.backends.cupy import driver
 from xformer.backends.cupy.compiled import Compiled
 from xformer.backends.cupy.index_add import deterministic
@@ -125,7 +125,7 @@ def _require_version(version: str) -> None:
         oldest = ".".join(map(str, OLDEST))
         raise Unusable(
             f"backend cupy cannot be used: it needs CuPy {oldest} or newer, this is {version}. "
-            "Install it with pip install --upgrade 'xformer-array[cuda13]' (or [cuda12])"
+            f"Install it with {INSTALL_CUDA}"
         )
 
 

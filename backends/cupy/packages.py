@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 
+from xformer.backends.base import INSTALL_CUDA
+
 # Extra -> the modules that it needs, at import or in a call, and the package of each.
 PACKAGES = {
     "nvmath": {
@@ -20,8 +22,9 @@ PACKAGES = {
 }
 # Library -> the command that installs it. The bindings open the library at their first call.
 LIBRARIES = {
-    "cublasLt": "pip install 'xformer-array[cuda13]' (or [cuda12])",
-    "cudnn": "pip install 'xformer-array[cudnn]' (CUDA 12: [cudnn-cu12])",
+    "cublasLt": INSTALL_CUDA,
+    "cudnn": "pip install 'xformer-array[cudnn]', or for CUDA 12: pip install "
+    "'xformer-array[cudnn-cu12]'",
 }
 
 

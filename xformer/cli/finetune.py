@@ -33,6 +33,13 @@ from xformer.training.config import SCHEDULES
 RATES = {True: 5e-4, False: 5e-5}  # learning rates, with and without LoRA
 EVERY = 100  # least number of steps between validations; there are at most four
 LINES = 10  # lines of progress if stderr is no terminal
+SHOWN = 60  # most characters of a text in the suggested command
+# Task -> the command that uses its model, by folder and fields of a record. masked has none.
+USES = {
+    **dict.fromkeys(("causal", "prefix", "seq2seq"), "generate --model {} --prompt={}"),
+    "classify": "classify --model {} -- {}",
+    "contrastive": "embed --model {} -- {} {}",
+}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -134,6 +141,10 @@ def run(args: argparse.Namespace) -> int:
         with suppress(KeyboardInterrupt):
             best.offer(last, _measured(task, last.params, validation, args, backend))
     _conclude(args, best, last, before)
+    if args.task in USES:
+        texts = (str(records[0].fields[name]).strip() for name in task.fields)
+        words = (str(best.out), *(text.partition("\n")[0][:SHOWN] for text in texts))
+        print(f"to use it: xformer {USES[args.task].format(*map(shlex.quote, words))}")
     return 0
 
 

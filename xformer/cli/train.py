@@ -26,7 +26,7 @@ from xformer.generation.samplers import temperature
 from xformer.showing import size
 from xformer.training import Run, State, Step, evaluate, interruptible, start, train
 from xformer.training.loop import is_stale
-from xformer.training.run import checkpoints
+from xformer.training.run import RUN, checkpoints
 
 # Of textwrap. Paths stay whole.
 WRAPPED: Any = {
@@ -231,7 +231,9 @@ def new_folder(out: str | None, name: str = "gpt") -> Path:
         if os.path.lexists(folder) and not folder.is_dir():
             raise FileExistsError(f"--out: {folder} is a file; name a new folder")
         if folder.exists() and any(folder.iterdir()):
-            raise FileExistsError(f"--out: {folder} is not empty; name a new folder")
+            command = f"xformer train --resume {shlex.quote(str(folder))}"
+            or_resume = f", or resume the run in it: {command}" if (folder / RUN).is_file() else ""
+            raise FileExistsError(f"--out: {folder} is not empty; name a new folder{or_resume}")
     else:
         names = [name, *(f"{name}-{i}" for i in range(2, 10_000))]
         folder = next(p for p in (Path("runs", n) for n in names) if not p.exists())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xformer import backends
-from xformer.checks import require_sizes
+from xformer.checks import near_path, require_sizes
 from xformer.cli import train_from
 from xformer.cli.config_file import add_config
 from xformer.cli.parser import Parser
@@ -335,7 +335,10 @@ def _of_origin(folder: str, specified: dict[str, Any]) -> dict[str, Any]:
 
 def _of_run(folder: str) -> dict[str, Any]:
     """The options that a run has stored. ValueError if they are missing or damaged."""
-    notes = read_run(folder).get("notes")
+    try:
+        notes = read_run(folder).get("notes")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}{near_path(Path(folder))}") from error
     names = {*DEFAULTS, *Preset._fields}
     if isinstance(notes, dict):
         notes = {name: DEFAULTS[name] for name in ADDED} | fields("notes", notes)

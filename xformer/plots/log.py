@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xformer.checks import near_path
 from xformer.training.log import LOG
 
 NUMBERS = dict.fromkeys(("step", "loss", "norm", "lr", "tokens", "seconds"))  # of every line
@@ -45,7 +46,8 @@ def read_log(run: str | os.PathLike[str]) -> Log:
     if path.is_dir() or not path.exists():
         path = path / LOG
     if not path.is_file():
-        raise FileNotFoundError(f"{run} is no run of xformer train: there is no {path}")
+        near = near_path(Path(run))
+        raise FileNotFoundError(f"{run} is no run of xformer train: there is no {path}{near}")
     lines = path.read_bytes().split(b"\n")[:-1]
     rows: list[list[float]] = []
     for number, line in enumerate(lines, 1):

@@ -11,6 +11,7 @@ import re
 import zipfile
 from pathlib import Path
 
+from xformer.checks import near_path
 from xformer.pretrained.files import CONFIG, INDEX, WEIGHTS
 from xformer.pretrained.reading import PretrainedError, listed, opened, read_json
 
@@ -19,7 +20,7 @@ ORIGINAL = f"load the folder with {CONFIG} and {WEIGHTS} that it was made from"
 UNPACK = "unpack it, and load the folder in it"
 PICKLE = "a pickle, which can run any code when it is read"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt")
-# The name of a model on the Hub, or the address of its page.
+# The name of a model or a data set on the Hub, or the address of a model's page.
 HUB_NAME = re.compile(r"(?:https://(?:huggingface\.co|hf\.co)/)?(\w[\w.-]*/)?(\w[\w.-]*)")
 WRITTEN_BY = {  # first bytes -> what the file is, and the next step
     b"GGUF": ("a GGUF file of llama.cpp", ORIGINAL),
@@ -43,7 +44,7 @@ def require_model(path: Path) -> None:
     if path.is_dir():
         _require_folder(path)
     elif not path.exists():
-        raise FileNotFoundError(f"there is no folder or file {path}{_download(path)}")
+        raise FileNotFoundError(f"there is no folder or file {path}{elsewhere(path)}")
     elif path.suffix == ".json" or _is_safetensors(path):
         raise PretrainedError(f"{path}: is one file of a model; load its folder, {path.parent}")
     elif kind := _kind(path):
@@ -162,15 +163,21 @@ def _python(code: str) -> str:
     return f"in Python, `{code}`"
 
 
-def _download(path: Path) -> str:
-    """Text: how to download a model, if the missing path looks like a name on the Hub."""
+def elsewhere(path: Path, kind: str = "model") -> str:
+    """The end of a message for a missing path: a path like it, and how to download from the Hub.
+
+    kind: "model", which the Hub calls NAME or OWNER/NAME; or "dataset", OWNER/NAME only
+    """
+    near, here = near_path(path), Path.cwd()
+    path = path.relative_to(here) if path.is_relative_to(here) else path
     text = str(path).replace("https:/hug", "https://hug").replace("https:/hf", "https://hf")
-    if (match := HUB_NAME.fullmatch(text)) is None:
-        return ""
-    name = (match[1] or "") + match[2]
+    match = HUB_NAME.fullmatch(text)
+    if match is None or (path.parent.is_dir() if match[1] else kind == "dataset"):
+        return near
+    name, of_kind = (match[1] or "") + match[2], "" if kind == "model" else f"--repo-type {kind} "
     return (
-        f"; nothing is downloaded. If it is a name on the Hugging Face Hub, fetch it first, "
-        f"then load {match[2]}: `hf download {name} --local-dir {match[2]}`"
+        f"{near or '.'} If it is a {kind} on the Hugging Face Hub, fetch it first, as nothing is "
+        f"downloaded, then name {match[2]}: `hf download {name} {of_kind}--local-dir {match[2]}`"
     )
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from xformer.checks import near_path
+
 JSON = (".jsonl", ".ndjson")  # suffixes of files with one JSON object a line
 
 
@@ -26,7 +28,7 @@ def require_file(path: Path, what: str = "file") -> None:
     if path.is_file():
         return
     if not path.exists():
-        raise FileNotFoundError(f"there is no {what} {path}")
+        raise FileNotFoundError(f"there is no {what} {path}{near_path(path)}")
     if path.is_dir():
         raise ValueError(f"{path} must be a file, got a folder")
     raise ValueError(

@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xformer.pretrained.foreign import elsewhere
 from xformer.training.lines import fields, holds_json, lines, require_file
 from xformer.training.pieces import beginning, boundary, decoded
 
@@ -100,6 +101,8 @@ def texts(
     root = Path(path)
     if root.is_dir():
         return _of_files(sorted(_below(root)), f"text files of {root.name or root}", progress)
+    if not root.exists():
+        raise FileNotFoundError(f"there is no file or folder {root}{elsewhere(root, 'dataset')}")
     require_file(root, "file or folder")
     if holds_json(root):
         return _of_lines(root, field, progress)
