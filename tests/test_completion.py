@@ -73,7 +73,7 @@ def test_what_bash_offers(script: Path, words: tuple[str, ...], offered: list[st
 def test_bash_offers_every_command_and_option(script: Path) -> None:
     names = [module.__name__.rpartition(".")[2].replace("_", "-") for module in COMMANDS]
     assert completed(script, "") == names
-    (commands,) = (a.choices for a in command_parser()._actions if isinstance(a.choices, dict))
+    _, commands = command_parser()
     for name, parser in commands.items():
         options = [o for a in parser._actions for o in a.option_strings if o.startswith("--")]
         assert completed(script, name, "--") == options
