@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 import tomllib
@@ -11,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xformer.checks import did_you_mean
 from xformer.files import replacing
 
 CONFIG = "config.toml"
@@ -80,9 +80,9 @@ def use(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> 
         if isinstance(value, dict):
             raise ValueError(f"{path}: options must not be in tables, got [{name}]")
         if option not in actions or option == OPTION:
-            near = difflib.get_close_matches(option.replace("_", "-"), actions.keys() - {OPTION}, 1)
-            hint = f"; did you mean {near[0].removeprefix('--')}?" if near else ""
-            raise ValueError(f"{path}: {name} is no option of xformer {argv[0]}{hint}")
+            known = (known.removeprefix("--") for known in actions if known != OPTION)
+            near = did_you_mean(name, known)
+            raise ValueError(f"{path}: {name} is no option of xformer {argv[0]}{near}")
         action = actions[option]
         action.required = False
         parser.set_defaults(**{action.dest: _checked(action, value, f"{path}: {name}")})
