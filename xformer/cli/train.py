@@ -20,6 +20,7 @@ from xformer.cli import config_file, train_from, train_options
 from xformer.cli.generate import write
 from xformer.cli.models import kernels_of, opened
 from xformer.cli.progress import EVERY, WIDTH, Bar
+from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
 from xformer.cli.train_job import Job, job_of
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
@@ -63,10 +64,10 @@ def _run(options: argparse.Namespace) -> int:
             "validation": job.validation.fingerprint(),
         },
     }
-    kept = train_options.kept(options)
+    kept = train_options.OPTIONS.kept(options)
     noted: dict[str, Any] = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
     noted["notes"] = kept
-    noted["free"] = train_options.ABOUT_ENDS
+    noted["free"] = ABOUT_ENDS
     with Run(folder, job.backend, about, model=job.model, **noted) as run:
         train_from.save_vocabulary(job.corpus.vocabulary, options, folder)
         config_file.write(folder, "train", train_options.by_long_name(kept))
@@ -198,10 +199,7 @@ def _conclude(job: Job, state: State, folder: Path, options: argparse.Namespace)
             f"{state.best_step} (a unigram model: {job.baseline:.3f})"
         )
         print(_in_other_units(state.best, job.unit))
-    ends = f" --steps {2 * state.step}" if state.step == job.config.steps else ""
-    if is_stale(state, job.config):
-        ends += f" --patience {2 * state.stale}"
-    print(f"to resume: xformer train --resume {shlex.quote(str(folder))}{ends}")
+    print(f"to resume: {how_to_resume('train', folder, state, job.config)}")
     print(f"\na sample, continuing {job.prompt!r}:\n")
     _sample(job, opened(train_from.in_folder(folder, options)).params, max_new_tokens=300)
     more = f"--model {shlex.quote(str(folder))} --prompt={shlex.quote(job.prompt)}"

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer import backends
-from xformer.checks import near_path, require_sizes
+from xformer.checks import require_sizes
 from xformer.cli import train_from
 from xformer.cli.config_file import add_config
 from xformer.cli.parser import Parser
 from xformer.cli.paths import BACKEND, DEVICE, nonempty
+from xformer.cli.run_options import Stored, add_shared, by_option, dashed, given
 from xformer.cli.summary import Row, table
 from xformer.generation import Bytes
 from xformer.models import GPT
-from xformer.optim import OPTIMISERS
-from xformer.pretrained.config import Config
 from xformer.pretrained.matching import shapes_of
-from xformer.renamed import fields
 from xformer.shapes import STORED
 from xformer.training import TrainConfig
-from xformer.training.config import NOAM, SCHEDULES
-from xformer.training.run import RUN, read_run
 
 
 class Preset(NamedTuple):
@@ -87,8 +80,6 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("patience", "sample_every"), int),
     "compile": bool,
 }
-# Fields of `TrainConfig` whose options have other names.
-FIELDS = {"batch_size": "batch", "eval_every": "validate_every", "eval_batches": "validate_batches"}
 DTYPES = ("float32", "float64")
 POSITIONS, MODES = ("learned", "sinusoidal", "none"), ("add", "concat", "qkv")
 # Options that may differ when a run is resumed: they do not change what is computed.
@@ -98,9 +89,20 @@ FREE = (
 )
 # Options that the model of --from fixes.
 OWN = ("tokenizer", "layers", "d_model", "heads", "positions", "position_mode", "dropout")
-# Options that end a run; they may differ when it is resumed.
-ENDS = ("steps", "patience")
-ABOUT_ENDS = tuple(f"training.{name}" for name in ENDS)  # in a run's `about`
+OPTIONS = Stored(
+    "train",
+    PRESETS["small"]._asdict() | DEFAULTS,
+    TYPES,
+    {
+        "preset": [*PRESETS],
+        "dtype": DTYPES,
+        "precision": STORED,
+        "positions": POSITIONS,
+        "position_mode": MODES,
+    },
+    FREE,
+    ADDED,
+)
 
 
 def add_options(parser: Parser) -> None:
@@ -171,24 +173,20 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     steps = f"steps in all ({usual('steps')}); may be larger with --resume"
     add("--steps", type=int, help=steps)
     add("--batch", type=int, metavar="N", help=f"sequences in a batch ({usual('batch')})")
-    add("--accumulate", type=int, metavar="N", help="batches a step (default: 1)")
+    add_shared(add, "--accumulate", "1")
     lr = f"peak learning rate ({usual('lr')}; with --from a pretrained model {train_from.LR})"
     add("--lr", type=float, help=lr)
-    add("--schedule", choices=(*SCHEDULES, NOAM), help="of the learning rate (default: cosine)")
-    add("--warmup", type=int, metavar="STEPS", help="steps of linear warmup (default: 50)")
-    add("--optimiser", choices=OPTIMISERS, help="default: adamw")
-    decay = "applied to weight matrices (default: 0.1; 0 for adam and sgd)"
-    add("--weight-decay", type=float, metavar="X", help=decay)
-    clip = "clip the global gradient norm (default: 1; 0: no clipping)"
-    add("--clip", type=float, metavar="NORM", help=clip)
+    add_shared(add, "--schedule", "cosine")
+    add_shared(add, "--warmup", "50")
+    add_shared(add, "--optimiser", "adamw")
+    add_shared(add, "--weight-decay", "0.1; 0 for adam and sgd")
+    add_shared(add, "--clip", "1; 0: no clipping")
     average = "also keep an exponential moving average of the weights"
     add("--ema", type=float, metavar="DECAY", help=average)
-    every = "steps between validations (default: 100)"
-    add("--validate-every", type=int, metavar="STEPS", help=every)
+    add_shared(add, "--validate-every", "100")
     held_out = "validate on N batches, spread evenly over the held-out text (default: 8)"
     add("--validate-batches", type=int, metavar="N", help=held_out)
-    stale = "stop after N validations without a better one; may differ with --resume"
-    add("--patience", type=int, metavar="N", help=stale)
+    add_shared(add, "--patience")
     add("--seed", type=int, help="default: 0")
 
 
@@ -200,28 +198,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=nonempty,
         help="a new folder (default: runs/gpt, runs/gpt-2, ...)",
     )
-    add("--resume", metavar="RUN", type=nonempty, help="resume a run from its newest checkpoint")
+    add_shared(add, "--resume")
     add_config(add)
     start = "start from this model: a run, or a Hugging Face folder"
     add("--from", dest="origin", metavar="FOLDER", type=nonempty, help=start)
-    add(
-        "--resume-step",
-        type=int,
-        metavar="STEP",
-        help="with --resume: resume from the checkpoint of this step",
-    )
-    add(
-        "--checkpoint-every",
-        type=int,
-        metavar="STEPS",
-        help="steps between checkpoints (default: 100)",
-    )
-    add(
-        "--keep-checkpoints",
-        type=int,
-        metavar="N",
-        help="keep the last N checkpoints and the best one (default: 2)",
-    )
+    add_shared(add, "--resume-step")
+    add_shared(add, "--checkpoint-every", "100")
+    add_shared(add, "--keep-checkpoints", "2")
     sample = "steps between samples of the model, which are printed (default: none)"
     add("--sample-every", type=int, metavar="STEPS", help=sample)
 
@@ -231,29 +214,11 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
 
     ValueError for impossible options, and for options that a resumed run may not change.
     """
-    if args.resume is None:
-        if args.resume_step is not None:
-            raise ValueError("--resume-step needs --resume")
-        before: dict[str, Any] = {}
-    elif args.config is not None:
+    if args.resume is not None and args.config is not None:
         raise ValueError("--config starts a new run: it excludes --resume, which has its options")
-    elif args.origin is not None:
+    if args.resume is not None and args.origin is not None:
         raise ValueError("--from starts a new run: it excludes --resume")
-    else:
-        if args.out is not None:
-            raise ValueError("--out names a new folder: it excludes --resume")
-        before = _of_run(args.resume)
-    specified = {name: value for name, value in vars(args).items() if value is not None}
-    if specified.get("steps", math.inf) < before.get("steps", 0):
-        raise ValueError(
-            f"--steps: must be at least the {before['steps']} of the run in {args.resume}, "
-            f"got {specified['steps']}"
-        )
-    for name, value in before.items():
-        if name not in (*FREE, *ENDS) and specified.get(name, value) != value:
-            raise ValueError(
-                f"--{_dashed(name)}: the run in {args.resume} has {value}, got {specified[name]}"
-            )
+    before, specified = OPTIONS.resumed(args), given(args)
     if args.origin is not None:
         before = _of_origin(args.origin, specified)
     options = DEFAULTS | {"resume": None, "resume_step": None, "out": None} | before | specified
@@ -266,22 +231,15 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
             options[name] = str(Path(options[name]).absolute())
     for name in ("max_len", "checkpoint_every", "keep_checkpoints", "sample_every"):
         if options[name] is not None:
-            require_sizes("train", 1, **{f"--{_dashed(name)}": options[name]})
+            require_sizes("train", 1, **{f"--{dashed(name)}": options[name]})
     return argparse.Namespace(**options)
 
 
-def kept(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that a run stores for `settled`. Resuming changes only `ENDS` among them."""
-    names = (*DEFAULTS, *Preset._fields) if options.resume is None else ENDS
-    before = {} if options.resume is None else _of_run(options.resume)
-    return before | {name: getattr(options, name) for name in names}
-
-
 def by_long_name(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `kept` that a new run needs to be the same, by their long names."""
+    """The options of `OPTIONS.kept` that a new run needs to be the same, by their long names."""
     fixed = () if notes["origin"] is None else OWN
     return {
-        "from" if name == "origin" else _dashed(name): value
+        "from" if name == "origin" else dashed(name): value
         for name, value in notes.items()
         if name not in fixed
     }
@@ -309,21 +267,11 @@ def config_of(options: argparse.Namespace) -> TrainConfig:
         )
 
 
-@contextmanager
-def by_option() -> Iterator[None]:
-    """A context in which errors of `TrainConfig` name the option instead of the field."""
-    try:
-        yield
-    except ValueError as error:
-        name, _, what = str(error).removeprefix("TrainConfig: ").partition(" ")
-        raise ValueError(f"--{_dashed(FIELDS.get(name, name))} {what}") from error
-
-
 def _of_origin(folder: str, specified: dict[str, Any]) -> dict[str, Any]:
     """The defaults by the model of --from. ValueError for given options that the model fixes."""
     for name in OWN:
         if name in specified:
-            raise ValueError(f"--{_dashed(name)} excludes --from: the model in {folder} fixes it")
+            raise ValueError(f"--{dashed(name)} excludes --from: the model in {folder} fixes it")
     usual = train_from.usual(folder)
     if specified.get("max_len", 0) > usual.most:
         raise ValueError(
@@ -331,36 +279,3 @@ def _of_origin(folder: str, specified: dict[str, Any]) -> dict[str, Any]:
             f"got {specified['max_len']}"
         )
     return usual.options
-
-
-def _of_run(folder: str) -> dict[str, Any]:
-    """The options that a run has stored. ValueError if they are missing or damaged."""
-    try:
-        notes = read_run(folder).get("notes")
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}{near_path(Path(folder))}") from error
-    names = {*DEFAULTS, *Preset._fields}
-    if isinstance(notes, dict):
-        notes = {name: DEFAULTS[name] for name in ADDED} | fields("notes", notes)
-    if not isinstance(notes, dict) or notes.keys() != names:
-        raise ValueError(f"{folder} is not a run of xformer train: resume it from Python")
-    usual = PRESETS["small"]._asdict() | DEFAULTS
-    types = {name: type(value) for name, value in usual.items() if value is not None} | TYPES
-    choices = {"preset": [*PRESETS], "dtype": DTYPES, "backend": backends.names()}
-    choices |= {"precision": STORED, "positions": POSITIONS, "position_mode": MODES}
-    c = Config(notes, f"{Path(folder, RUN)}: notes")
-    read: dict[type, Callable[..., Any]] = {
-        int: partial(c.integer, high=1 << 64), float: c.number, bool: c.flag, str: c.text
-    }  # fmt: skip
-    return {
-        name: read[types[name]](
-            name,
-            **({"null": None} if usual[name] is None else {}),
-            **({"choices": choices[name]} if name in choices else {}),
-        )
-        for name in names
-    }
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")

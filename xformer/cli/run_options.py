@@ -1,0 +1,177 @@
+"""Options of commands that train in a run: shared definitions, and those that a run has stored."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xformer import backends
+from xformer.checks import near_path
+from xformer.cli.paths import nonempty
+from xformer.optim import OPTIMISERS
+from xformer.pretrained.config import Config
+from xformer.renamed import fields
+from xformer.training import State, TrainConfig
+from xformer.training.config import NOAM, SCHEDULES
+from xformer.training.loop import is_stale
+from xformer.training.run import RUN, read_run
+
+# Option -> arguments of `add_argument`. `add_shared` adds the command's default to the help text.
+SHARED: dict[str, dict[str, Any]] = {
+    "--accumulate": {"type": int, "metavar": "N", "help": "batches a step"},
+    "--schedule": {"choices": (*SCHEDULES, NOAM), "help": "of the learning rate"},
+    "--warmup": {"type": int, "metavar": "STEPS", "help": "steps of linear warmup"},
+    "--optimiser": {"choices": OPTIMISERS, "help": ""},
+    "--weight-decay": {"type": float, "metavar": "X", "help": "applied to weight matrices"},
+    "--clip": {"type": float, "metavar": "NORM", "help": "clip the global gradient norm"},
+    "--validate-every": {"type": int, "metavar": "STEPS", "help": "steps between validations"},
+    "--patience": {
+        "type": int,
+        "metavar": "N",
+        "help": "stop after N validations without a better one; may differ with --resume",
+    },
+    "--resume": {
+        "type": nonempty,
+        "metavar": "RUN",
+        "help": "resume a run from its newest checkpoint",
+    },
+    "--resume-step": {
+        "type": int,
+        "metavar": "STEP",
+        "help": "with --resume: resume from the checkpoint of this step",
+    },
+    "--checkpoint-every": {"type": int, "metavar": "STEPS", "help": "steps between checkpoints"},
+    "--keep-checkpoints": {
+        "type": int,
+        "metavar": "N",
+        "help": "keep the last N checkpoints and the best one",
+    },
+}
+ENDS = ("steps", "patience")  # options that end a run; they may differ when it is resumed
+ABOUT_ENDS = tuple(f"training.{name}" for name in ENDS)  # in a run's `about`
+# Fields of `TrainConfig` whose options have other names.
+FIELDS = {"batch_size": "batch", "eval_every": "validate_every", "eval_batches": "validate_batches"}
+MARKS = {"train": "preset", "finetune": "task"}  # command -> an option that only its runs store
+
+
+def add_shared(add: Callable[..., Any], name: str, default: str | None = None) -> None:
+    """Add an option of `SHARED` by `add`. default: in words, for the help text."""
+    text = SHARED[name]["help"]
+    if default is not None:
+        text = f"{text} (default: {default})" if text else f"default: {default}"
+    add(name, **SHARED[name] | {"help": text})
+
+
+class Stored(NamedTuple):
+    """The options that runs of a command store, so that `--resume` needs no others."""
+
+    command: str
+    defaults: Mapping[str, Any]
+    types: Mapping[str, type]  # of the options whose default is None
+    choices: Mapping[str, Sequence[str]]
+    free: Sequence[str]  # may differ when a run is resumed: they do not change what is computed
+    added: Sequence[str] = ()  # options that older runs do not store; these used the default
+
+    def resumed(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The stored options of the run of --resume; {} without --resume.
+
+        ValueError for given options that a resumed run may not change.
+        """
+        if args.resume is None:
+            if args.resume_step is not None:
+                raise ValueError("--resume-step needs --resume")
+            return {}
+        if args.out is not None:
+            raise ValueError("--out names a new folder: it excludes --resume")
+        before, specified = self.of_run(args.resume), given(args)
+        if specified.get("steps", math.inf) < before.get("steps", 0):
+            raise ValueError(
+                f"--steps: must be at least the {before['steps']} of the run in {args.resume}, "
+                f"got {specified['steps']}"
+            )
+        for name, value in before.items():
+            if name not in (*self.free, *ENDS) and specified.get(name, value) != value:
+                has, got = _shown(value), _shown(specified[name])
+                raise ValueError(f"--{dashed(name)}: the run in {args.resume} has {has}, got {got}")
+        return before
+
+    def kept(self, options: argparse.Namespace) -> dict[str, Any]:
+        """The options to store, for `resumed`. Resuming changes only `ENDS` among them."""
+        names = self.defaults if options.resume is None else ENDS
+        before = {} if options.resume is None else self.of_run(options.resume)
+        return before | {name: getattr(options, name) for name in names}
+
+    def of_run(self, folder: str) -> dict[str, Any]:
+        """The options that a run has stored. ValueError if they are missing or damaged."""
+        try:
+            notes = read_run(folder).get("notes")
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}{near_path(Path(folder))}") from error
+        if isinstance(notes, dict):
+            for command, mark in MARKS.items():
+                if command != self.command and mark in notes:
+                    way = f"xformer {command} --resume {shlex.quote(folder)}"
+                    raise ValueError(f"{folder} is a run of xformer {command}: {way}")
+            notes = {name: self.defaults[name] for name in self.added} | fields("notes", notes)
+        if not isinstance(notes, dict) or notes.keys() != self.defaults.keys():
+            raise ValueError(
+                f"{folder} is not a run of xformer {self.command}: resume it from Python"
+            )
+        usual = self.defaults.items()
+        types = {name: type(value) for name, value in usual if value is not None} | {**self.types}
+        choices = {"backend": backends.names()} | {**self.choices}
+        c = Config(notes, f"{Path(folder, RUN)}: notes")
+        read: dict[type, Callable[..., Any]] = {
+            int: partial(c.integer, high=1 << 64), float: c.number, bool: c.flag, str: c.text,
+            tuple: c.texts,
+        }  # fmt: skip
+        return {
+            name: read[types[name]](
+                name,
+                **({"null": None} if default is None else {}),
+                **({"choices": choices[name]} if name in choices else {}),
+            )
+            for name, default in usual
+        }
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, by name. Lists become tuples."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+        if value is not None
+    }
+
+
+def _shown(value: Any) -> Any:
+    return (" ".join(value) or None) if isinstance(value, tuple) else value
+
+
+@contextmanager
+def by_option() -> Iterator[None]:
+    """A context in which errors of `TrainConfig` name the option instead of the field."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, what = str(error).removeprefix("TrainConfig: ").partition(" ")
+        raise ValueError(f"--{dashed(FIELDS.get(name, name))} {what}") from error
+
+
+def how_to_resume(command: str, folder: Path, state: State, config: TrainConfig) -> str:
+    """The command that trains a run further."""
+    ends = f" --steps {2 * state.step}" if state.step == config.steps else ""
+    if is_stale(state, config):
+        ends += f" --patience {2 * state.stale}"
+    return f"xformer {command} --resume {shlex.quote(str(folder))}{ends}"
+
+
+def dashed(name: str) -> str:
+    """The name of an option, without its first dashes."""
+    return name.replace("_", "-")
