@@ -16,7 +16,11 @@ def add_parser(subparsers: Any) -> None:
     """Add `xformer plot`."""
     parser = subparsers.add_parser("plot", help="draw the curves of training runs")
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", type=nonempty, help="a folder written by xformer train"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        type=nonempty,
+        help="a folder written by xformer train or finetune",
     )
     parser.add_argument("--x", default="step", choices=AXES, help="the x axis (default: step)")
     add_out(parser, "curves.png")

@@ -15,7 +15,7 @@ from xformer.finetune.base import Task
 from xformer.finetune.contrastive import contrastive_loss
 from xformer.finetune.data import Record, read, split
 from xformer.finetune.heads import is_classifier, labels_in, with_classifier
-from xformer.finetune.loop import evaluate, train
+from xformer.finetune.loop import evaluate, run, train
 from xformer.finetune.saving import save
 from xformer.finetune.tasks import TASKS, examples, suited, task
 from xformer.training import TrainConfig
@@ -33,6 +33,7 @@ __all__ = [
     "lora",
     "peft",
     "read",
+    "run",
     "save",
     "split",
     "suited",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from xformer import training
+from xformer import training, tree
 from xformer.backends import Backend
+from xformer.finetune import lora
 from xformer.finetune.base import Example, Task, TaskLoss
 from xformer.finetune.pairs import Contrastive
-from xformer.training import Batch, Rows, Step, TrainConfig
+from xformer.finetune.saving import save
+from xformer.training import Batch, Rows, Run, State, Step, TrainConfig
+from xformer.training.state import digest
 
 
 def train(
@@ -24,20 +29,80 @@ def train(
 ) -> Iterator[Step]:
     """Yield the steps of `training.train` on a task's examples. Frozen parameters do not change.
 
+    All fields of config have the meaning that they have in `training.train`. With
+    config.accumulate, a step has the gradients of one large batch, up to rounding; but a
+    contrastive loss has negatives from one batch only.
+
+    params: all parameters; or the `State` to train on from, which `training.start` or `Run.begin`
+        returned (`finetune.run`). Training is then the same as if it had never been stopped.
     held_out: examples to validate on, every config.eval_every steps and after the last step
     donate: the next step may overwrite the arrays of a state; the first step, the arrays of params
     ValueError if all parameters are frozen or there are too few examples. Diverged if the loss or a
     gradient is not finite, or the loss has grown too much.
     """
-    _require_pairs("train", task, min(config.batch_size, len(examples)))
-    source = Rows(examples, config.batch_size, task.batch, config.seed)
+    source = _source("train", task, examples, config)
     batches: list[Batch] = []
     if held_out:
-        _require_pairs("train", task, min(config.batch_size, len(held_out)))
-        batches += Rows(held_out, config.batch_size, task.batch, config.seed).held_out()
+        batches += _source("train", task, held_out, config).held_out()
     options: Any = {"held_out": batches, "donate": donate}
-    state = training.start(params, config)
-    yield from training.train(TaskLoss(task), state, source, config, place, **options)
+    state = params if isinstance(params, State) else training.start(params, config)
+    return training.train(TaskLoss(task), state, source, config, place, **options)
+
+
+def run(
+    folder: str | os.PathLike[str],
+    task: Task,
+    params: Any,
+    examples: Sequence[Example],
+    config: TrainConfig,
+    place: Backend,
+    held_out: Sequence[Example] = (),
+    *,
+    base: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Run:
+    """A `training.Run` of fine-tuning, which can be stopped at any time and resumed.
+
+    The folder gets the best model so far, as `save` writes it, a log and checkpoints. Checkpoints
+    have only what is trained: with LoRA, the adapters and their optimiser state.
+
+        with finetune.run(folder, task, params, examples, config, place, held_out) as run:
+            state = run.begin(training.start(params, config))
+            steps = finetune.train(task, state, examples, config, place, held_out)
+            for step in run.record(steps): ...
+
+    params: all parameters before the first step, also if the run is resumed
+    base: the folder of the original model, for `save`
+    options: of `Run`: every, keep, notes, free
+
+    A run can only be resumed with the same model, parameters, adapters, task, config and examples;
+    otherwise entering it raises ValueError, which names the differences.
+    """
+    source = getattr(task.model, "hf_config", None) or {}
+    kept = ("model", "tokenizer")  # fields of all tasks; what the tokenizer does is in the examples
+    fields = [field.name for field in dataclasses.fields(task) if field.name not in kept]
+    about = {
+        "model": {
+            "name": type(task.model).__name__,
+            "source": dict(source),
+            "parameters": digest(tree.flatten(params), place),
+        },
+        "task": {"name": type(task).__name__} | {name: getattr(task, name) for name in fields},
+        "adapters": {
+            name: {"rank": tree.value(node.a).shape[1], "scale": node.scale.value}
+            for name, node in lora.adapters(params).items()
+        },
+        "training": dataclasses.asdict(config),
+        "data": {
+            "training": _source("run", task, examples, config).fingerprint(),
+            "validation": _source("run", task, held_out, config).fingerprint() if held_out else "",
+        },
+    }
+
+    def write(params: Any) -> None:
+        save(task.model, params, folder, tokenizer=task.tokenizer, base=base)
+
+    return Run(folder, place, about, write_model=write, **options)
 
 
 def evaluate(
@@ -64,6 +129,12 @@ def evaluate(
     mean_loss = training.evaluate(TaskLoss(task), params, watched, place)
     assert mean_loss is not None  # every example has a target
     return mean_loss
+
+
+def _source(what: str, task: Task, examples: Sequence[Example], config: TrainConfig) -> Rows:
+    """The batches of examples. ValueError, which begins with `what`, if they are too few."""
+    _require_pairs(what, task, min(config.batch_size, len(examples)))
+    return Rows(examples, config.batch_size, task.batch, config.seed)
 
 
 def _counted(batches: Iterable[Batch], progress: Callable[[int], Any]) -> Iterator[Batch]:
