@@ -1,6 +1,7 @@
 """Kill a training with SIGKILL, hundreds of times, and compare what comes of it bit for bit.
 
 python tests/killing.py --folder DIR --kills 300 --seed 0
+python tests/killing.py --folder DIR --kills 300 --seed 0 --finetune
 
 Each kill ends a process of its own. Half of them come at a random moment; the others at a chosen
 event: before or after a file is written, synchronised, renamed, removed or cut, and with half of
@@ -69,14 +70,16 @@ class Events:
             setattr(Path, name, self.around(getattr(Path, name)))
 
 
-def life(folder: Path, fatal: int | None, seconds: float | None) -> bool:
+def life(
+    train: Callable[[Path], Any], folder: Path, fatal: int | None, seconds: float | None
+) -> bool:
     """Whether a process that trains in the folder came to its end before it was killed."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
             Events(fatal).install()
-            runs.trained(folder)
+            train(folder)
             status = 0
         finally:
             os._exit(status)
@@ -97,11 +100,17 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--finetune", action="store_true", help="fine-tune, by adapters")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
+    train: Callable[[Path], Any] = runs.trained
+    if args.finetune:
+        from tunings import Tuning  # needs tokenizers
+
+        train = Tuning("classify", args.folder / "base", adapters=True).train
     never, folder = args.folder / "never-killed", args.folder / "killed"
     begun = time.perf_counter()
-    assert life(never, None, None)
+    assert life(train, never, None, None)
     whole = time.perf_counter() - begun
 
     draw, killed, n_runs = random.Random(args.seed), 0, 0
@@ -114,7 +123,7 @@ def main() -> int:
             fatal = draw.randint(1, 60) if at_event else None
             seconds = None if at_event else draw.uniform(0, whole / 2)
             # Towards the end none is killed, so that there is one.
-            if life(folder, *((None, None) if lives > 12 else (fatal, seconds))):
+            if life(train, folder, *((None, None) if lives > 12 else (fatal, seconds))):
                 break
             killed += 1
         n_runs += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from xformer import training, tree
@@ -12,7 +13,7 @@ from xformer.backends import Backend
 from xformer.finetune import lora
 from xformer.finetune.base import Example, Task, TaskLoss
 from xformer.finetune.pairs import Contrastive
-from xformer.finetune.saving import save
+from xformer.finetune.saving import clear, save
 from xformer.training import Batch, Rows, Run, State, Step, TrainConfig
 from xformer.training.state import digest
 
@@ -100,6 +101,7 @@ def run(
     }
 
     def write(params: Any) -> None:
+        clear(Path(folder))
         save(task.model, params, folder, tokenizer=task.tokenizer, base=base)
 
     return Run(folder, place, about, write_model=write, **options)

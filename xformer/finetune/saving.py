@@ -56,6 +56,13 @@ def save(
     return target / ADAPTER
 
 
+def clear(folder: Path) -> None:
+    """Remove files that a killed process left half-written in the subfolders of `save`."""
+    for name in {path.rpartition("/")[0] for path in SETTINGS} | {ADAPTER}:
+        for part in (folder / name).glob(".*.part"):
+            part.unlink()
+
+
 def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any = None) -> None:
     """Copy the files of a tokenizer and the settings in `base` to `target`, for `save`.
 
