@@ -469,7 +469,7 @@ def test_a_disk_too_small_is_noticed_before_the_first_step(
 ) -> None:
     free = SimpleNamespace(free=1000)
     monkeypatch.setattr(run.shutil, "disk_usage", lambda path: free)
-    with pytest.raises(OSError, match=r"the checkpoints need \S+ MB, and 0\.0 MB are free"):
+    with pytest.raises(OSError, match=r"the checkpoints need \S+ [kM]B, and 1\.0 kB are free"):
         trained(tmp_path)
     with opened(tmp_path) as found:
         free.free = found.space_needed(begun())

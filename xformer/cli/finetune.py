@@ -32,6 +32,13 @@ from xformer.training.loop import is_stale
 
 EVERY = 100  # least number of steps between validations by default; there are at most four
 LINES = 10  # lines of progress if stderr is no terminal
+SHOWN = 60  # most characters of a text in the suggested command
+# Task -> the command that uses its model, by folder and fields of a record. masked has none.
+USES = {
+    **dict.fromkeys(("causal", "prefix", "seq2seq"), "generate --model {} --prompt={}"),
+    "classify": "classify --model {} -- {}",
+    "contrastive": "embed --model {} -- {} {}",
+}
 
 
 class Job(NamedTuple):
@@ -71,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    job = _job(options)
+    job, first = _job(options)
     state = training.start(job.params, job.config)  # it may raise, before a folder is made
     folder = Path(options.resume) if options.resume else new_folder(options.out, "finetuned")
     run = finetune.run(
@@ -110,11 +117,15 @@ def _run(options: argparse.Namespace) -> int:
         why = "validation has not improved" if is_stale(state, job.config) else "stopped early"
         print(f"{why}, after step {state.step}", file=sys.stderr)
     _conclude(job, folder, state, best, before)
+    if options.task in USES:
+        texts = (str(first.fields[name]).strip() for name in job.task.fields)
+        shown = (str(folder), *(text.partition("\n")[0][:SHOWN] for text in texts))
+        print(f"to use it: xformer {USES[options.task].format(*map(shlex.quote, shown))}")
     return 0
 
 
-def _job(options: argparse.Namespace) -> Job:
-    """The job of the options. ValueError if an option or a text is unusable."""
+def _job(options: argparse.Namespace) -> tuple[Job, Record]:
+    """The job of the options, and the first text. ValueError if an option or a text is unusable."""
     config = finetune_options.config_of(options)
     path = Path(options.model)
     if options.resume is not None and not path.exists():
@@ -138,7 +149,8 @@ def _job(options: argparse.Namespace) -> Job:
     read = partial(each, what="tokenising", unit="texts")
     examples = finetune.examples(task, read(training))
     validation = finetune.examples(task, read(held_out)) if held_out else []
-    return Job(task, _chosen(options, params, is_new), examples, config, backend, validation)
+    params = _chosen(options, params, is_new)
+    return Job(task, params, examples, config, backend, validation), records[0]
 
 
 def _states(job: Job, run: Run, state: State) -> Iterator[State]:

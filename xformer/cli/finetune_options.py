@@ -8,7 +8,7 @@ from typing import Any
 
 from xformer import finetune
 from xformer.checks import require_sizes
-from xformer.cli.paths import BACKENDS, DEVICE, TOKENIZER, nonempty
+from xformer.cli.paths import BACKEND, DEVICE, TOKENIZER, nonempty
 from xformer.cli.run_options import Stored, add_shared, by_option, dashed, given
 from xformer.finetune import TrainConfig, lora
 
@@ -73,7 +73,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("text").add_argument
     what = "a .jsonl file, or a text file with one text a line"
     add("--data", metavar="FILE", type=nonempty, help=what)
-    add("--task", choices=finetune.TASKS, help="default: chosen by the fields and the model")
+    tasks = f"{', '.join(finetune.TASKS)} (default: chosen by the fields and the model)"
+    add("--task", metavar="TASK", choices=finetune.TASKS, help=tasks)
     add("--max-len", type=int, metavar="N", help="cut texts to N tokens (default: at most 512)")
     held_out = "fraction of the data to validate on (default: 0.1; 0: no validation)"
     add("--validation-fraction", type=float, metavar="FRACTION", help=held_out)
@@ -95,7 +96,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="parameters not to train, by the names of xformer summary --verbose",
     )
     add("--train", **patterns, help="train only these parameters, and adapters")
-    add("--backend", choices=BACKENDS, help="default: numpy")
+    add("--backend", **BACKEND)
     add("--device", help=DEVICE)
     add("--dtype", choices=DTYPES, help="default: float32")
 

@@ -28,6 +28,7 @@ from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.files import aside, replacing
 from xformer.lock import LOCK, locked
+from xformer.showing import size
 from xformer.training import checkpoint
 from xformer.training.checkpoint import CheckpointError
 from xformer.training.diverged import Diverged
@@ -312,8 +313,7 @@ class Run:
         needed, free = self.space_needed(state), shutil.disk_usage(self.folder).free
         if needed > free:
             raise OSError(
-                f"{self.folder}: the checkpoints need {needed / 1e6:,.1f} MB, and "
-                f"{free / 1e6:,.1f} MB are free"
+                f"{self.folder}: the checkpoints need {size(needed)}, and {size(free)} are free"
             )
 
     def _describe(self, content: dict[str, Any]) -> None:
