@@ -139,7 +139,8 @@ def _type(action: argparse.Action) -> type:
     """The type of an option's value."""
     if action.nargs == 0:  # a flag
         return bool
-    return action.type if action.type in (int, float) else str  # type: ignore[return-value]
+    kind: Any = action.type
+    return kind if kind in (int, float) else str
 
 
 def _one(action: argparse.Action, value: Any, kind: type, where: str) -> Any:
@@ -149,9 +150,10 @@ def _one(action: argparse.Action, value: Any, kind: type, where: str) -> Any:
         raise ValueError(f"{where} must be {WORDS[kind]}, got {value!r:.60}")
     if action.choices is not None and value not in action.choices:
         raise ValueError(f"{where} must be one of {', '.join(action.choices)}, got {value!r:.60}")
-    if kind is str and callable(action.type):
+    convert: Any = action.type
+    if kind is str and convert is not None:
         try:
-            action.type(value)
+            convert(value)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{where} {error}") from error
     return value

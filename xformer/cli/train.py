@@ -9,7 +9,8 @@ import os
 import shlex
 import sys
 import textwrap
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from xformer.cli.train_job import Job, job_of
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
 from xformer.showing import size
-from xformer.training import Run, State, Step, evaluate, interruptible, start, train
+from xformer.training import Run, State, Step, dashboard, evaluate, interruptible, start, train
 from xformer.training.loop import is_stale
 from xformer.training.run import RUN, checkpoints
 
@@ -126,12 +127,17 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
     bar = Bar(n_steps, state.step, f"{state.step}/{n_steps}", disable=in_lines)
     last: float | None = None  # validation loss
     printed_at = state.seconds
-    with closing(bar), interruptible(STOPPING) as stopping:
+    with (
+        _reporting(run.folder, options) as report,
+        closing(bar),
+        interruptible(STOPPING) as stopping,
+    ):
         settings: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
         settings["compiled"] = options.compile
         steps = train(job.loss, state, job.source, job.config, job.backend, donate=True, **settings)
         for step in run.record(steps, stopping):
             state = step.state
+            report(step)
             is_validated = step.validation is not None
             last = step.validation if is_validated else last
             if in_lines and (is_validated or step.seconds - printed_at >= EVERY):
@@ -146,6 +152,17 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
         why = "stopped early" if stopping() else "validation has not improved"
         print(f"{why}, after step {state.step}", file=sys.stderr)
     return state
+
+
+def _reporting(
+    folder: Path, options: argparse.Namespace
+) -> AbstractContextManager[Callable[[Step], None]]:
+    """A context of a function that shows a step on the dashboard of --log-to."""
+    if options.log_to == "none":
+        return nullcontext(lambda step: None)
+    notes = train_options.by_long_name(train_options.OPTIONS.kept(options))
+    again = options.resume_step is not None
+    return dashboard(options.log_to, folder, notes, again=again)
 
 
 def _line(step: Step, n_steps: int, validation: float | None) -> str:

@@ -27,6 +27,7 @@ from xformer.training import (
     named_vocabulary,
     unigram_loss,
 )
+from xformer.training.dashboards import require_dashboard
 
 PROMPT = "def "  # prompt of the samples if the text is Python's source
 PROMPT_LENGTH = 8  # otherwise the prompt is the first tokens of the validation text
@@ -74,6 +75,8 @@ def job_of(options: argparse.Namespace) -> Job:
         backend.require_precision(options.precision)
     if options.deterministic:
         backend.deterministic()  # raises if the backend has none, before anything is written
+    if options.log_to != "none":
+        require_dashboard(options.log_to)
     config = config_of(options)
     origin = None if options.origin is None else train_from.origin(options)
     words = _words(options) if origin is None else origin.vocabulary

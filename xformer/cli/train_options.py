@@ -20,6 +20,7 @@ from xformer.models import GPT
 from xformer.pretrained.matching import shapes_of
 from xformer.shapes import STORED
 from xformer.training import TrainConfig
+from xformer.training.dashboards import MODULES
 
 
 class Preset(NamedTuple):
@@ -70,9 +71,10 @@ DEFAULTS: dict[str, Any] = {
     "checkpoint_every": 100,
     "keep_checkpoints": 2,
     "sample_every": None,
+    "log_to": "none",
 }
 # Options that older runs do not store; these runs used the default.
-ADDED = ("origin", "precision", "deterministic", "compile", "positions", "position_mode")
+ADDED = ("origin", "precision", "deterministic", "compile", "positions", "position_mode", "log_to")
 # Types of the options whose default is None.
 TYPES: dict[str, type] = {
     **dict.fromkeys(("origin", "data", "tokenizer", "device", "precision"), str),
@@ -82,10 +84,11 @@ TYPES: dict[str, type] = {
 }
 DTYPES = ("float32", "float64")
 POSITIONS, MODES = ("learned", "sinusoidal", "none"), ("add", "concat", "qkv")
+LOGS = ("none", *MODULES)
 # Options that may differ when a run is resumed: they do not change what is computed.
 FREE = (
     *("data", "backend", "device", "activation_checkpointing", "deterministic", "compile"),
-    *("checkpoint_every", "keep_checkpoints", "sample_every"),
+    *("checkpoint_every", "keep_checkpoints", "sample_every", "log_to"),
 )
 # Options that the model of --from fixes.
 OWN = ("tokenizer", "layers", "d_model", "heads", "positions", "position_mode", "dropout")
@@ -99,6 +102,7 @@ OPTIONS = Stored(
         "precision": STORED,
         "positions": POSITIONS,
         "position_mode": MODES,
+        "log_to": LOGS,
     },
     FREE,
     ADDED,
@@ -207,6 +211,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add_shared(add, "--keep-checkpoints", "2")
     sample = "steps between samples of the model, which are printed (default: none)"
     add("--sample-every", type=int, metavar="STEPS", help=sample)
+    to = "also show the numbers of the log in TensorBoard or Weights & Biases (default: none)"
+    add("--log-to", choices=LOGS, help=to)
 
 
 def settled(args: argparse.Namespace) -> argparse.Namespace:

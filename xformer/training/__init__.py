@@ -5,6 +5,7 @@ from xformer.training.batch import Batch, Source
 from xformer.training.checkpoint import CheckpointError, inspect, load, save
 from xformer.training.config import TrainConfig
 from xformer.training.corpus import Corpus, CorpusError, unigram_loss
+from xformer.training.dashboards import dashboard
 from xformer.training.diverged import Diverged
 from xformer.training.interrupt import interruptible
 from xformer.training.lines import parallel
@@ -46,6 +47,7 @@ __all__ = [
     "TrainConfig",
     "Vocabulary",
     "Windows",
+    "dashboard",
     "evaluate",
     "inspect",
     "interruptible",

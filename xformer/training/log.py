@@ -7,7 +7,9 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from xformer.files import aside, replacing
 from xformer.training.loop import Step
@@ -15,13 +17,25 @@ from xformer.training.loop import Step
 LOG = "log.jsonl"
 
 
-def line_of(step: Step) -> bytes:
-    """The line of a step. Numbers that are not finite are null, since JSON has none."""
+def numbers_of(step: Step) -> dict[str, Any]:
+    """The numbers of a step, by column. Those that are not finite are None: JSON has none."""
     numbers = {name: value for name, value in step._asdict().items() if name != "state"}
     for name, value in numbers.items():
         if isinstance(value, float) and not math.isfinite(value):
             numbers[name] = None
-    return json.dumps(numbers, allow_nan=False).encode() + b"\n"
+    return numbers
+
+
+def line_of(step: Step) -> bytes:
+    """The line of a step."""
+    return json.dumps(numbers_of(step), allow_nan=False).encode() + b"\n"
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of each line of an undamaged log; of none if there is no log."""
+    if path.is_file():
+        with path.open("rb") as lines:
+            yield from map(json.loads, lines)
 
 
 def append(log: io.FileIO, line: bytes) -> None:

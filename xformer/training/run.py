@@ -7,6 +7,7 @@ checkpoints/step-00000100.safetensors    the last checkpoints, and the best vali
 model.safetensors, config.json           the best model so far, for `training.load`; if it started
                                          from a pretrained model, for `pretrained.load`
 lock                                     held by the process that trains
+events.out.tfevents.*, wandb/            of `dashboard`
 *.aside, *.aside-2                       files of steps after the resumed one; never deleted
 """
 
