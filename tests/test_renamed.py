@@ -16,7 +16,7 @@ from block_configs import block_config, changed
 from safetensors.numpy import load_file
 
 import xformer
-from xformer import ops, renamed, training
+from xformer import backends, finetune, ops, renamed, training
 from xformer.cli import main, train_from
 from xformer.dispatch import explain, reference_only
 from xformer.layers import BlockConfig, ExpertsConfig, RelativeConfig, StackParams, advance, stack
@@ -312,3 +312,18 @@ def test_runs_that_were_begun_before(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_text(json.dumps(found))
     assert main(["train", "--resume", "run", "--steps", "4"]) == 0
     assert runs.rows(Path("run"))[-1]["step"] == 4
+
+
+def test_place_of_training_is_backend(tmp_path: Path) -> None:
+    backend = backends.get("numpy")
+    with pytest.warns(DeprecationWarning, match=r"Run\(place=\) is called Run\(backend=\)"):
+        run = training.Run(tmp_path / "run", place=backend, about={})
+    with pytest.warns(DeprecationWarning, match=r"Run\.place is called Run\.backend"):
+        assert run.place is backend
+    for function in (training.train, training.evaluate, finetune.train, finetune.evaluate):
+        name = function.__name__
+        with (
+            pytest.warns(DeprecationWarning, match=rf"{name}\(place=\) .* {name}\(backend=\)"),
+            pytest.raises(TypeError, match=r"missing .* required positional argument"),
+        ):
+            function(place=backend)

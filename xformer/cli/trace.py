@@ -70,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
     found = _random(args) if args.model is None else opened(args)
     network, params = _shortened(found.model.network, found.params, args.layers)
     examples = _examples(found, found.prompt(args.text, "text"))
-    place = backend_of_params(params)
-    arrays = [place.asarray(ids) for ids in examples]
-    with place.active(), nullcontext() if args.kernels else reference_only(), trace() as steps:
+    backend = backend_of_params(params)
+    arrays = [backend.asarray(ids) for ids in examples]
+    with backend.active(), nullcontext() if args.kernels else reference_only(), trace() as steps:
         loss, cache = network.loss(params, *arrays, dropout_key=RandomKey(0))
         cache.backward()
-    loss = float(place.to_numpy(loss))
+    loss = float(backend.to_numpy(loss))
     names = list(dict.fromkeys(step.op for step in steps))
     if args.op is not None:
         require_one_of("--op", args.op, names)
@@ -100,8 +100,8 @@ def _random(args: argparse.Namespace) -> Found:
     sizes = PRESETS[args.preset or "tiny"]
     n_layers = 1 if args.layers is None else args.layers
     model = GPT(Bytes.size, n_layers, sizes.d_model, sizes.heads, sizes.max_len)
-    place = backends.get(args.backend, args.device)
-    return Found(model, model.init_from(place.generator(0, args.dtype)), Bytes())
+    backend = backends.get(args.backend, args.device)
+    return Found(model, model.init_from(backend.generator(0, args.dtype)), Bytes())
 
 
 def _shortened(network: Any, params: Any, n_layers: int | None) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ words = tokenizer("SmolLM2-135M")
 task = finetune.task("prefix", model, words)
 examples = finetune.examples(task, finetune.read("answers.jsonl", task.fields))
 params = finetune.lora.attach(params, rank=8, alpha=16)
-for step in finetune.train(task, params, examples, finetune.TrainConfig(200, 8), place):
+for step in finetune.train(task, params, examples, finetune.TrainConfig(200, 8), backend):
     print(step.loss)
 finetune.save(model, step.params, "tuned", tokenizer=words, base="SmolLM2-135M")
 """

@@ -60,10 +60,10 @@ class Task:
         return Batch((tokens, targets), {"mask": mask}, n_targets, int(mask.sum()))
 
     def loss(
-        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.RandomKey | None = None
+        self, params: Any, batch: Batch, backend: Backend, dropout_key: ops.RandomKey | None = None
     ) -> tuple[Array, Any]:
         """The mean loss () of a batch in nats, and its cache. dropout_key: None: no dropout."""
-        return self.of(params, on(batch, place), dropout_key)
+        return self.of(params, on(batch, backend), dropout_key)
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
         """The mean loss () of a batch's arrays and masks, and its cache: a function of arrays."""

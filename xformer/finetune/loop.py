@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xformer import training, tree
+from xformer import renamed, training, tree
 from xformer.backends import Backend
 from xformer.finetune import lora
 from xformer.finetune.base import Example, Task, TaskLoss
@@ -18,12 +18,13 @@ from xformer.training import Batch, Rows, Run, State, Step, TrainConfig
 from xformer.training.state import digest
 
 
+@renamed.arguments(place="backend")
 def train(
     task: Task,
     params: Any,
     examples: Sequence[Example],
     config: TrainConfig,
-    place: Backend,
+    backend: Backend,
     held_out: Sequence[Example] = (),
     *,
     donate: bool = False,
@@ -47,7 +48,7 @@ def train(
         batches += _source("train", task, held_out, config).held_out()
     options: Any = {"held_out": batches, "donate": donate}
     state = params if isinstance(params, State) else training.start(params, config)
-    return training.train(TaskLoss(task), state, source, config, place, **options)
+    return training.train(TaskLoss(task), state, source, config, backend, **options)
 
 
 def run(
@@ -56,7 +57,7 @@ def run(
     params: Any,
     examples: Sequence[Example],
     config: TrainConfig,
-    place: Backend,
+    backend: Backend,
     held_out: Sequence[Example] = (),
     *,
     base: str | os.PathLike[str] | None = None,
@@ -67,9 +68,9 @@ def run(
     The folder gets the best model so far, as `save` writes it, a log and checkpoints. Checkpoints
     have only what is trained: with LoRA, the adapters and their optimiser state.
 
-        with finetune.run(folder, task, params, examples, config, place, held_out) as run:
+        with finetune.run(folder, task, params, examples, config, backend, held_out) as run:
             state = run.begin(training.start(params, config))
-            steps = finetune.train(task, state, examples, config, place, held_out)
+            steps = finetune.train(task, state, examples, config, backend, held_out)
             for step in run.record(steps): ...
 
     params: all parameters before the first step, also if the run is resumed
@@ -86,7 +87,7 @@ def run(
         "model": {
             "name": type(task.model).__name__,
             "source": dict(source),
-            "parameters": digest(tree.flatten(params), place),
+            "parameters": digest(tree.flatten(params), backend),
         },
         "task": {"name": type(task).__name__} | {name: getattr(task, name) for name in fields},
         "adapters": {
@@ -104,14 +105,15 @@ def run(
         clear(Path(folder))
         save(task.model, params, folder, tokenizer=task.tokenizer, base=base)
 
-    return Run(folder, place, about, write_model=write, **options)
+    return Run(folder, backend, about, write_model=write, **options)
 
 
+@renamed.arguments(place="backend")
 def evaluate(
     task: Task,
     params: Any,
     examples: Sequence[Example],
-    place: Backend,
+    backend: Backend,
     *,
     batch_size: int = 8,
     seed: int = 0,
@@ -128,7 +130,7 @@ def evaluate(
     _require_pairs("evaluate", task, min(batch_size, len(examples)))
     batches = Rows(examples, batch_size, task.batch, seed).held_out()
     watched = batches if progress is None else _counted(batches, progress)
-    mean_loss = training.evaluate(TaskLoss(task), params, watched, place)
+    mean_loss = training.evaluate(TaskLoss(task), params, watched, backend)
     assert mean_loss is not None  # every example has a target
     return mean_loss
 

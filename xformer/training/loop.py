@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from array_api_compat import array_namespace
 
-from xformer import inference, ops, optim, tree
+from xformer import inference, ops, optim, renamed, tree
 from xformer.backends import Backend
 from xformer.compiling import Forward
 from xformer.generation.prefix import backend_of_params
@@ -76,12 +76,13 @@ def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) 
     return State(params, optimiser_state, average, loss_scale=scale)
 
 
+@renamed.arguments(place="backend")
 def train(
     loss: Loss,
     state: State,
     source: Batches,
     config: TrainConfig,
-    place: Backend,
+    backend: Backend,
     *,
     held_out: Iterable[Batch] = (),
     optimiser: Optimiser | None = None,
@@ -104,7 +105,7 @@ def train(
     state: of `start`, or of a checkpoint
     source: the batches
     config: steps, gradient accumulation, clipping, validation, precision (`TrainConfig`)
-    place: the backend to train on, which holds the arrays of state
+    backend: the backend to train on, which holds the arrays of state
     held_out: batches to validate on, every config.eval_every steps and after the last step
     optimiser, schedule: used instead of the ones in config
     donate: the next step may overwrite the arrays of a state, and so needs no memory for a second
@@ -135,44 +136,45 @@ def train(
         raise ValueError("train: compiled steps write over their states: they need donate=True")
     calls = None
     dtypes = {leaf.dtype for leaf in tree.flatten(tree.trained(state.params)).values()}
-    is_default = donate and reduce is None and all(map(place.records, dtypes))
+    is_default = donate and reduce is None and all(map(backend.records, dtypes))
     if is_default if compiled is None else compiled:
-        why = why_not_compiled(loss, config, place)
+        why = why_not_compiled(loss, config, backend)
         if why is None:
-            calls = CompiledSteps(loss, config, place, optimiser, reduce)
+            calls = CompiledSteps(loss, config, backend, optimiser, reduce)
         elif compiled:
             warnings.warn(f"train: steps are not compiled: {why}", RuntimeWarning, stacklevel=2)
     begun = time.perf_counter() - state.seconds
     if donate and state.ema is not None:  # initially it may be the parameters themselves
-        with place.active():
+        with backend.active():
             state = state._replace(ema=tree.map(_copy, state.ema))
     while state.step < config.steps and not is_stale(state, config):
         lr = schedule(state.step + 1)
-        with place.active(), place.deterministic() if deterministic else nullcontext():
+        with backend.active(), backend.deterministic() if deterministic else nullcontext():
             if calls is None:
-                args = source, config, place, optimiser, lr, donate, reduce
+                args = source, config, backend, optimiser, lr, donate, reduce
                 state, value, norm = _step(loss, state, *args)
             else:
                 state, value, norm = _compiled(calls, state, source, config, lr)
         validation = None
         if state.step % config.eval_every == 0 or state.step == config.steps:
-            with place.active():
-                weights = place.cast_params(state.averaged, config.precision)
-            validation = evaluate(loss, weights, held_out, place, compiled=compiled)
+            with backend.active():
+                weights = backend.cast_params(state.averaged, config.precision)
+            validation = evaluate(loss, weights, held_out, backend, compiled=compiled)
             del weights
             state = _judged(state, validation)
         state = state._replace(seconds=time.perf_counter() - begun)
-        peak = place.memory().peak
+        peak = backend.memory().peak
         yield Step(
             state.step, value, norm, lr, state.tokens, state.seconds, peak, validation, state
         )
 
 
+@renamed.arguments(place="backend")
 def evaluate(
     loss: Loss,
     params: Any,
     batches: Iterable[Batch],
-    place: Backend,
+    backend: Backend,
     *,
     compiled: bool | None = None,
 ) -> float | None:
@@ -183,13 +185,13 @@ def evaluate(
     """
     total, count = 0.0, 0
     for batch in batches:
-        with place.active(), inference():
+        with backend.active(), inference():
             if isinstance(loss, ArrayLoss) and compiled is not False:
-                inputs = tree.map(place.asarray, loss.inputs(batch))
+                inputs = tree.map(backend.asarray, loss.inputs(batch))
                 mean = _forward(loss)(params, inputs)
             else:
-                mean, _ = loss(params, batch, place)
-            total += float(place.to_numpy(mean)) * batch.n_targets
+                mean, _ = loss(params, batch, backend)
+            total += float(backend.to_numpy(mean)) * batch.n_targets
         count += batch.n_targets
     return total / count if count else None
 

@@ -19,7 +19,12 @@ class Loss(Protocol):
     """A loss: loss(params, batch, backend, key) -> mean loss in nats, and its cache."""
 
     def __call__(
-        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.RandomKey | None = None, /
+        self,
+        params: Any,
+        batch: Batch,
+        backend: Backend,
+        dropout_key: ops.RandomKey | None = None,
+        /,
     ) -> tuple[Array, Any]:
         """The mean loss () and its cache. dropout_key: None: no dropout."""
 
@@ -37,10 +42,10 @@ class ArrayLoss:
     """A `Loss` in two parts: `inputs` on the host, and `of`, a function of arrays."""
 
     def __call__(
-        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.RandomKey | None = None
+        self, params: Any, batch: Batch, backend: Backend, dropout_key: ops.RandomKey | None = None
     ) -> tuple[Array, Any]:
         """The mean loss () and its cache. dropout_key: None: no dropout."""
-        return self.of(params, tree.map(place.asarray, self.inputs(batch)), dropout_key)
+        return self.of(params, tree.map(backend.asarray, self.inputs(batch)), dropout_key)
 
     def inputs(self, batch: Batch) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
         """The arrays and masks of a batch."""

@@ -52,6 +52,7 @@ FROZEN = "frozen_parameters"  # in a checkpoint's `about`: the digest of frozen 
 HALVES = (".*.part", ".tmp??????")  # files that a killed process leaves: ours, and safetensors'
 
 
+@renamed.arguments(place="backend")
 class Run:
     """The folder of a training run, a context manager that locks it for this process.
 
@@ -71,10 +72,12 @@ class Run:
     from its argument.
     """
 
+    place = renamed.attribute("backend")
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        place: Backend,
+        backend: Backend,
         about: dict[str, Any],
         *,
         model: Any = None,
@@ -85,7 +88,7 @@ class Run:
         free: Collection[str] = (),
     ) -> None:
         every, keep = require_sizes("Run", 1, every=every, keep=keep)
-        self.folder, self.place, self.about, self.model = Path(folder), place, about, model
+        self.folder, self.backend, self.about, self.model = Path(folder), backend, about, model
         self.every, self.keep, self.notes, self.free = every, keep, notes, free
         self.write_model = write_model
         self._open = ExitStack()
@@ -138,7 +141,7 @@ class Run:
         not fit `start`, CheckpointError if it is damaged. OSError if the disk has too little room
         for training. TypeError or ValueError for a leaf of `start` that a checkpoint cannot store.
         """
-        require_state("begin", start, self.place)
+        require_state("begin", start, self.backend)
         by_step = checkpoints(self.folder)
         if at is not None and at not in by_step:
             have = ", ".join(map(str, by_step)) or "none"
@@ -148,7 +151,7 @@ class Run:
         state = start
         if by_step:
             saved = self._read(by_step, max(by_step) if at is None else at)
-            state = self._restored(saved, start, self.place)
+            state = self._restored(saved, start, self.backend)
             self._saved = state.step
         self._require_space(state)
         content = read_run(self.folder)
@@ -195,10 +198,10 @@ class Run:
         """
         if self._saved == state.step:
             return
-        require_state("save", state, self.place)  # before the model is written
+        require_state("save", state, self.backend)  # before the model is written
         if self._saves_model and state.best_step in (0, state.step):
             # First, so that it is never older than a checkpoint that says it is the best.
-            self._write_model(state.averaged, self.place)
+            self._write_model(state.averaged, self.backend)
         self._write(state)
         self._saved = state.step
         self._prune(state)
@@ -235,7 +238,7 @@ class Run:
         """Write the best model if it is missing. Return the state, without an unknown best loss."""
         if self.write_model is None and (self.folder / checkpoint.WEIGHTS).is_file():
             return state
-        best, backend = state, self.place
+        best, backend = state, self.backend
         if state.best_step not in (0, state.step):
             try:
                 saved = read_state(path_of(self.folder, state.best_step))
@@ -262,7 +265,7 @@ class Run:
     def _write(self, state: State) -> None:
         """Write a checkpoint of `state`, without frozen parameters."""
         part = _without_frozen(state)
-        write_state(path_of(self.folder, state.step), part, self.place, self._about(state))
+        write_state(path_of(self.folder, state.step), part, self.backend, self._about(state))
 
     def _restored(self, saved: Saved, like: State, backend: Backend) -> State:
         """The state of a checkpoint on `backend`, with the frozen parameters of `like`.
@@ -276,8 +279,8 @@ class Run:
         saved.require(self._about(like), self.free)
         part: State = saved.restored(_without_frozen(like), backend)
         params = like.params
-        if backend is not self.place:
-            params = tree.map(lambda a: backend.asarray(self.place.to_numpy(a)), params)
+        if backend is not self.backend:
+            params = tree.map(lambda a: backend.asarray(self.backend.to_numpy(a)), params)
         return part._replace(params=tree.join(params, part.params))
 
     def _about(self, state: State) -> dict[str, Any]:
@@ -286,7 +289,7 @@ class Run:
         if not frozen:
             return self.about
         if self._frozen is None:
-            self._frozen = digest(frozen, self.place)
+            self._frozen = digest(frozen, self.backend)
         return self.about | {FROZEN: self._frozen}
 
     def _read(self, by_step: dict[int, Path], step: int) -> Saved:
@@ -329,7 +332,7 @@ class Run:
             "xformer": __version__,
             "python": platform.python_version(),
             "machine": platform.platform(),
-            "backend": self.place.describe(),
+            "backend": self.backend.describe(),
         }
 
     def _last_good(self) -> str:
