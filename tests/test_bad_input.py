@@ -80,6 +80,7 @@ CALLS = {
     "layer_norm": Call({"x": X, "w": numbers(5), "b": numbers(5)}, {}),
     "rms_norm": Call({"x": X, "w": numbers(5)}, {}),
     "l2_normalize": Call({"x": X}, {}),
+    "scale": Call({"x": X, "alpha": numbers(1)}, {}),
     "softmax": Call({"x": X}, {}),
     "log_softmax": Call({"x": X}, {}),
     "relu": Call({"x": X}, {}),
@@ -463,6 +464,7 @@ EMPTY = {
     "layer_norm": [[(0, 3), (3,), (3,)], [(2, 0, 3), (3,), (3,)], [(2, 1), (1,), (1,)]],
     "rms_norm": [[(0, 3), (3,)], [(2, 0, 3), (3,)], [(2, 1), (1,)]],
     "l2_normalize": [[(0, 3)], [(2, 0, 3)], [(3, 1)]],
+    "scale": [[(0,), (1,)], [(2, 0, 3), (1,)], [(), (1,)]],
     "softmax": [[(0, 3)], [(2, 0, 3)], [(3, 1)]],
     "log_softmax": [[(0, 3)], [(2, 0, 3)], [(3, 1)]],
     **{name: [[(0,)], [(2, 0, 3)], [()]] for name in ("relu", "gelu", "silu", "tanh", "sigmoid")},
@@ -998,7 +1000,27 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         block_config,
         {"norm_placement": "both"},
-        "block: norm_placement must be one of pre, post, sandwich, output, got 'both'",
+        "block: norm_placement must be one of pre, post, sandwich, output, none, got 'both'",
+    ),
+    (
+        block_config,
+        {"parallel": True, "norm_placement": "post"},
+        'block: parallel needs norm_placement "pre" or "none", got \'post\'',
+    ),
+    (
+        block_config,
+        {"parallel": True, "shared_norm": True, "norm_placement": "none"},
+        'block: shared_norm needs parallel, with norm_placement "pre"',
+    ),
+    (block_config, {"shared_norm": True}, "block: shared_norm needs parallel, with norm_pl..."),
+    *(
+        (block_config, {"residual_scale": bad}, f"block: residual_scale must be finite, got {bad}")
+        for bad in (np.inf, -np.inf)
+    ),
+    (
+        block_config,
+        {"residual_scale": np.nan},
+        "block: residual_scale must lie in [-inf, inf], got nan",
     ),
     (block_config, {"down": False}, "block: ffn without down needs d_ff = d_model = 8, got 16"),
     (block_config, {"attn_norm": False, "parallel": True}, "block: parallel needs attn_norm"),
@@ -1117,7 +1139,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         xformer.GPT,
         {"norm_placement": None},
-        "block: norm_placement must be one of pre, post, sandwich, output, got None",
+        "block: norm_placement must be one of pre, post, sandwich, output, none, got None",
     ),
     (
         xformer.GPT,
@@ -1177,7 +1199,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         xformer.Transformer,
         {"norm_placement": "x"},
-        "block: norm_placement must be one of pre, post, sandwich, output, got 'x'",
+        "block: norm_placement must be one of pre, post, sandwich, output, none, got 'x'",
     ),
     (xformer.Transformer, {"activation": "x"}, ACTIVATIONS),
     (xformer.Transformer, {"pad_id": -1}, "Transformer: pad_id must lie in [0, 11), got -1"),

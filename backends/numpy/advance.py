@@ -119,9 +119,9 @@ def _block(
     branch, kv_cache = _attend(
         _norm(x, params.attn_norm, config), params.attn, config, rotary, kv_cache
     )
-    x = x + _norm(branch, params.attn_out_norm, config)
+    x = x + _scaled(_norm(branch, params.attn_out_norm, config), params.attn_scale)
     branch = _feed(_norm(x, params.ffn_norm, config), params.ffn, config)
-    x += _norm(branch, params.ffn_out_norm, config)
+    x += _scaled(_norm(branch, params.ffn_out_norm, config), params.ffn_scale)
     return x, kv_cache
 
 
@@ -206,6 +206,10 @@ def _norm(x: Array, params: NormParams | None, config: BlockConfig) -> Array:
     if b is not None:
         y += b
     return y
+
+
+def _scaled(x: Array, scale: Array | None) -> Array:
+    return x if scale is None else x * value(scale)
 
 
 def _linear(x: Array, params: Any) -> Array:

@@ -87,19 +87,25 @@ def _add_norm() -> Iterator[Case]:
     yield case("rms, no r", RMS, False, 5, 4, r=False)
 
 
-def _around_ffn(x: Array, norm: Any, out_norm: Any, ffn: Any, **options: Any) -> tuple[Array, Any]:
+def _around_ffn(
+    x: Array, norm: Any, out_norm: Any, scale: Any, ffn: Any, **options: Any
+) -> tuple[Array, Any]:
     """`layers.residual` around a feed-forward network, whose parameters are also an argument."""
-    return layers.residual(x, norm, lambda x: layers.feed_forward(x, ffn), out_norm, **options)
+    sublayer = partial(layers.feed_forward, params=ffn)
+    return layers.residual(x, norm, sublayer, out_norm, scale, **options)
 
 
 def _residual() -> Iterator[Case]:
-    def case(note: str, *, norm: bool = True, out_norm: bool = False, **options: Any) -> Case:
+    def case(
+        note: str, *, norm: bool = True, out_norm: bool = False, scale: bool = False, **options: Any
+    ) -> Case:
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
             b = "config" not in options
             norms = (_norm_params(rng, b) if has else None for has in (norm, out_norm))
             return partial(_around_ffn, **options), (
                 rng.normal((5, 4, 6)),
                 *norms,
+                rng.normal((1,)) if scale else None,
                 _ffn_params(rng),
             )
 
@@ -108,10 +114,14 @@ def _residual() -> Iterator[Case]:
     for placement in ("pre", "post"):
         yield case(placement, place=placement)
         yield case(f"{placement}, rms", place=placement, config=RMS)
+        yield case(f"{placement}, scale", place=placement, scale=True)
     yield case("no norm", norm=False)
+    yield case("no norm, scale", norm=False, scale=True)
     yield case("sandwich", out_norm=True)
     yield case("output norm", norm=False, out_norm=True, config=RMS)
-    yield case("dropout", out_norm=True, dropout_rate=0.3, dropout_key=KEY)
+    dropout: Options = {"dropout_rate": 0.3, "dropout_key": KEY}
+    yield case("dropout", out_norm=True, **dropout)
+    yield case("dropout, scale", out_norm=True, scale=True, **dropout)
 
 
 class _Flat(NamedTuple):
@@ -120,32 +130,44 @@ class _Flat(NamedTuple):
     cache: Any
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
-        dx, dnorm, dsecond_norm, (dfirst,), (dsecond,) = self.cache.backward(dy)
-        return dx, dnorm, dsecond_norm, dfirst, dsecond
+        dx, *drest, (dfirst,), (dsecond,) = self.cache.backward(dy)
+        return dx, *drest, dfirst, dsecond
 
 
 def _side_by_side(
-    x: Array, norm: Any, second_norm: Any, first: Any, second: Any, **options: Any
+    x: Array,
+    norm: Any,
+    second_norm: Any,
+    f_scale: Any,
+    g_scale: Any,
+    first: Any,
+    second: Any,
+    **options: Any,
 ) -> tuple[Array, Any]:
     """`layers.parallel` of two feed-forward networks."""
     f, g = (partial(layers.feed_forward, params=params) for params in (first, second))
-    y, cache = layers.parallel(x, norm, f, g, second_norm, **options)
+    y, cache = layers.parallel(x, norm, f, g, second_norm, f_scale, g_scale, **options)
     return y, _Flat(cache)
 
 
 def _parallel() -> Iterator[Case]:
-    def case(note: str, *, shared: bool = False, **options: Any) -> Case:
+    def case(note: str, *, n_norms: int = 2, scales: bool = False, **options: Any) -> Case:
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
             b = "config" not in options
-            norms = (_norm_params(rng, b), None if shared else _norm_params(rng, b))
-            args = (rng.normal((5, 4, 6)), *norms, _ffn_params(rng), _ffn_params(rng))
+            norms = (_norm_params(rng, b) if n < n_norms else None for n in range(2))
+            numbers = (rng.normal((1,)) if scales else None for _ in range(2))
+            args = (rng.normal((5, 4, 6)), *norms, *numbers, _ffn_params(rng), _ffn_params(rng))
             return partial(_side_by_side, **options), args
 
         return Case("layers", f"parallel: {note}", make)
 
     yield case("two norms")
-    yield case("one norm, rms", shared=True, config=RMS)
-    yield case("dropout", dropout_rate=0.3, dropout_keys=(KEY, KEY.at(1)))
+    yield case("one norm, rms", n_norms=1, config=RMS)
+    dropout: Options = {"dropout_rate": 0.3, "dropout_keys": (KEY, KEY.at(1))}
+    yield case("dropout", **dropout)
+    yield case("no norm", n_norms=0)
+    yield case("scales, dropout", scales=True, **dropout)
+    yield case("no norm, scales", n_norms=0, scales=True)
 
 
 LLAMA: Options = {
@@ -155,6 +177,7 @@ LLAMA: Options = {
 }
 DROPOUT: Options = {"attn": {"dropout": 0.3}, "dropout": 0.3}
 RATES: Options = {"attn": {"dropout": 0.3}, "ffn": {"dropout": 0.2}, "dropout": 0.1}
+REZERO: Options = {"norm_placement": "none", "residual_scale": 0.0}
 NO_BIAS: Options = {"attn": {"bias": False}, "ffn": {"bias": False}, "norm": {"bias": False}}
 
 
@@ -256,7 +279,13 @@ def _block() -> Iterator[Case]:
     yield _blocks("block: heads of other widths, eps", cross="memory", config=wide)
     outside: Options = {"norm": {"eps": 0.1, "eps_inside": False}}
     yield _blocks("block: eps outside the root", cross="memory", config=outside)
-    yield _blocks("block: no norms", cross="memory", norms=False)
+    yield _blocks("block: norms left out", cross="memory", norms=False)
+    yield _blocks("block: no norms", cross="memory", config={"norm_placement": "none"})
+    yield _blocks("block: ReZero", cross="memory", config=REZERO)
+    yield _blocks("block: ReZero, dropout", config=REZERO | DROPOUT, dropout_key=KEY)
+    for norm in ("pre", "post", "sandwich", "output"):
+        scaled: Options = {"norm_placement": norm, "residual_scale": 1.0}
+        yield _blocks(f"block: scales, {norm}", config=scaled)
     for place in ("pre", "post", "sandwich"):
         bare: Options = {"attn_norm": False, "norm_placement": place}
         yield _blocks(f"block: no norm of attention, {place}", cross="memory", config=bare)
@@ -299,6 +328,8 @@ def _modern_block() -> Iterator[Case]:
     yield _blocks("block: parallel", config={"parallel": True})
     shared: Options = {"parallel": True, "shared_norm": True, **DROPOUT}
     yield _blocks("block: parallel, one norm, dropout", config=shared, dropout_key=KEY)
+    yield _blocks("block: parallel, no norms", config={"parallel": True, "norm_placement": "none"})
+    yield _blocks("block: parallel, ReZero", config={"parallel": True, **REZERO})
     for norm in ("sandwich", "output"):
         yield _blocks(f"block: decoder, {norm}", cross="memory", config={"norm_placement": norm})
     yield _blocks("block: Shaw", config={"attn": {"shaw_max_distance": 2, "d_value": 2}})
@@ -348,6 +379,8 @@ def _stack() -> Iterator[Case]:
     yield _blocks("stack: masks", cross="memory", **BLOCK_MASKS)
     yield _blocks("stack: dropout", config=DROPOUT, dropout_rate=0.2, dropout_key=KEY)
     yield _blocks("stack: one block for both layers", n_blocks=1)
+    yield _blocks("stack: no norms", cross="memory", config={"norm_placement": "none"})
+    yield _blocks("stack: ReZero, one block for both layers", n_blocks=1, config=REZERO)
     relative_bias = layers.RelativeConfig(2, n_buckets=8, max_distance=6)
     yield _blocks("stack: relative bias", relative_bias=relative_bias)
     one: Options = {"batch": (), "cross": "shared", "relative_bias": relative_bias}
@@ -363,6 +396,8 @@ def _stack() -> Iterator[Case]:
     yield _blocks("stack: checkpointing", cross="memory", **again, **BLOCK_MASKS)
     again = {"activation_checkpointing": True, "config": {"parallel": True, **DROPOUT}}
     yield _blocks("stack: checkpointing, parallel, dropout", dropout_key=KEY, **again)
+    again = {"activation_checkpointing": True, "config": REZERO | DROPOUT}
+    yield _blocks("stack: checkpointing, ReZero, dropout", dropout_key=KEY, **again)
 
 
 def _flat_embed(params: layers.EmbedParams, **options: Any) -> tuple[Any, Any]:

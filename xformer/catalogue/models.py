@@ -60,6 +60,8 @@ def _gpt() -> Iterator[Case]:
     yield case("positions: sinusoidal, concatenated", positions="sinusoidal", **few)
     options: Options = {"label_smoothing": 0.1, "z_loss": 0.3, "ignore_index": 2}
     yield case("dropout and loss options", {"dropout_key": KEY, **options}, dropout=0.3)
+    yield case("no norms", norm_placement="none", n_layers=2)
+    yield case("ReZero", norm_placement="none", residual_scale=0.0, n_layers=2)
     again: Options = {"activation_checkpointing": True, "n_layers": 2}
     yield case("checkpointing, dropout", {"dropout_key": KEY}, dropout=0.3, **again)
 
@@ -80,6 +82,8 @@ def _transformer() -> Iterator[Case]:
 
     yield case("as it is")
     yield case("pre-norm, tied", norm_placement="pre", tied=True)
+    yield case("no norms", norm_placement="none")
+    yield case("ReZero, shared memory", norm_placement="none", residual_scale=0, shared_memory=True)
     yield case("two layers each", n_encoder_layers=2, n_decoder_layers=2)
     yield case("two layers each, shared memory", shared_memory=True, n_decoder_layers=2)
     yield case("free widths, no biases", d_head=5, d_value=2, src_width=5, tgt_width=9, bias=False)

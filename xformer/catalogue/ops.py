@@ -35,6 +35,7 @@ def cases() -> Iterator[Case]:
         _layer_norm,
         _rms_norm,
         _softmaxes,
+        _scale,
         _elementwise,
         _glu,
         _rope,
@@ -122,6 +123,11 @@ def _softmaxes() -> Iterator[Case]:
         for axis in (0, 1, -1):
             yield _op(f"{op.__name__}: axis {axis}", op, (3, 5, 2), axis=axis)
         yield _op(f"{op.__name__}: one axis", op, (7,))
+
+
+def _scale() -> Iterator[Case]:
+    for x in ((), (1,), (5, 11), (2, 3, 7)):
+        yield _op(f"scale: x {x}", ops.scale, x, (1,))
 
 
 def _elementwise() -> Iterator[Case]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from xformer import layers, ops, renamed
 from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_one_of
+from xformer.checks import finite, number, plain_numbers, require_one_of
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import AttentionParams, KeyValue, attention
 from xformer.layers.attention_config import AttentionConfig
@@ -27,7 +27,7 @@ from xformer.showing import short
 from xformer.typing import Array
 
 SITES = 6  # dropout streams of a block
-NORMS = ("pre", "post", "sandwich", "output")
+NORMS = ("pre", "post", "sandwich", "output", "none")
 
 
 @renamed.flat_block
@@ -36,11 +36,13 @@ class BlockConfig:
     """The configuration of a block. ValueError for options that do not fit together.
 
     norm_placement: "pre": x + f(norm(x)); "post": norm(x + f(x)); "sandwich":
-        x + norm'(f(norm(x))); "output": x + norm(f(x))
-    parallel: x + attn(norm(x)) + ffn(norm'(x)), with "pre" only
-    shared_norm: with parallel, x + attn(norm(x)) + ffn(norm(x))
+        x + norm'(f(norm(x))); "output": x + norm(f(x)); "none": x + f(x)
+    parallel: x + attn(norm(x)) + ffn(norm'(x)), with "pre"; x + attn(x) + ffn(x), with "none"
+    shared_norm: with parallel and "pre", x + attn(norm(x)) + ffn(norm(x))
     attn_norm: if False, the self-attention has no norm, and the others stay: with "pre" it is
         x + f(x), with "post" too
+    residual_scale: the initial value of a learned number for each sublayer, which multiplies its
+        output: x + alpha f(norm(x)), ... (0: ReZero, arXiv:2003.04887). None: no number
     """
 
     attn: AttentionConfig
@@ -51,6 +53,7 @@ class BlockConfig:
     shared_norm: bool = False
     attn_norm: bool = True
     dropout: float = 0.0  # of the output of each sublayer
+    residual_scale: float | None = None
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -70,14 +73,16 @@ class BlockConfig:
             )
         number("block", "dropout", self.dropout, low=0, high=1)
         require_one_of("block: norm_placement", self.norm_placement, NORMS)
-        if self.parallel and self.norm_placement != "pre":
+        if self.parallel and self.norm_placement not in ("pre", "none"):
             raise ValueError(
-                f'block: parallel needs norm_placement "pre", got {self.norm_placement!r}'
+                f'block: parallel needs norm_placement "pre" or "none", got {self.norm_placement!r}'
             )
-        if self.shared_norm and not self.parallel:
-            raise ValueError("block: shared_norm needs parallel")
+        if self.shared_norm and not (self.parallel and self.norm_placement == "pre"):
+            raise ValueError('block: shared_norm needs parallel, with norm_placement "pre"')
         if self.parallel and not self.attn_norm:
             raise ValueError("block: parallel needs attn_norm")
+        if self.residual_scale is not None:
+            finite("block", "residual_scale", self.residual_scale)
 
     @property
     def d_model(self) -> int:
@@ -88,6 +93,11 @@ class BlockConfig:
     def experts(self) -> layers.ExpertsConfig | None:
         """The configuration of the mixture of experts; None if ffn is a dense network."""
         return None if isinstance(self.ffn, FeedForwardConfig) else self.ffn
+
+    @property
+    def final_norm(self) -> bool:
+        """Whether a stack of these blocks ends with a norm if its configuration does not say."""
+        return self.norm_placement not in ("post", "none")
 
     def init(
         self,
@@ -110,11 +120,15 @@ class BlockConfig:
         crossing = None
         if cross:
             crossing = self.attn.cross_init(rng, self.norm, shared_memory=shared_memory, **options)
-        before = self.norm_placement != "output"
+        before = self.norm_placement not in ("output", "none")
         after = self.norm_placement in ("sandwich", "output")
 
         def norm(has: bool) -> NormParams | None:
             return self.norm.init(rng, self.d_model) if has else None
+
+        def scale(has: bool = True) -> Array | None:
+            number = self.residual_scale
+            return None if number is None or not has else rng.full((1,), number)
 
         return BlockParams(
             norm(before and self.attn_norm),
@@ -126,6 +140,9 @@ class BlockConfig:
             norm(after and self.attn_norm),
             norm(after and cross),
             norm(after),
+            scale(),
+            scale(cross),
+            scale(),
         )
 
     def _feed_forward_init(
@@ -138,7 +155,7 @@ class BlockConfig:
 
 @short
 class BlockParams(NamedTuple):
-    """Parameters of one block. A norm that is None is left out."""
+    """Parameters of one block. A norm or a scale that is None is left out."""
 
     attn_norm: NormParams | None
     attn: AttentionParams
@@ -149,6 +166,9 @@ class BlockParams(NamedTuple):
     attn_out_norm: NormParams | None = None  # of a sublayer's output
     cross_out_norm: NormParams | None = None
     ffn_out_norm: NormParams | None = None
+    attn_scale: Array | None = None  # (1,), which multiplies the sublayer's output
+    cross_scale: Array | None = None
+    ffn_scale: Array | None = None
 
 
 def block(
@@ -259,14 +279,19 @@ def block_terms(
         return feed_forward(x, ffn, activation=activation, dropout_key=keys[5], **options)
 
     if config.parallel:
-        norms: Any = (params.attn_norm, params.ffn_norm)
+        args = params.ffn_norm, params.attn_scale, params.ffn_scale, r
         options: Any = {"dropout_keys": (keys[2], keys[4]), **residual_options}
-        terms, both = parallels(x, norms[0], attend, feed, norms[1], r, **options)
+        terms, both = parallels(x, params.attn_norm, attend, feed, *args, **options)
         return terms, ParallelBlockCache(both)
-    branches = [Branch(attend, params.attn_norm, params.attn_out_norm, keys[2])]
+    around = (
+        (params.attn_norm, params.attn_out_norm, params.attn_scale, keys[2]),
+        (params.cross_norm, params.cross_out_norm, params.cross_scale, keys[3]),
+        (params.ffn_norm, params.ffn_out_norm, params.ffn_scale, keys[4]),
+    )
+    branches = [Branch(attend, *around[0])]
     if params.cross is not None:
-        branches.append(Branch(attend_memory, params.cross_norm, params.cross_out_norm, keys[3]))
-    branches.append(Branch(feed, params.ffn_norm, params.ffn_out_norm, keys[4]))
+        branches.append(Branch(attend_memory, *around[1]))
+    branches.append(Branch(feed, *around[2]))
     placement = "post" if config.norm_placement == "post" else "pre"
     terms, chain = residuals(x, branches, r, place=placement, **residual_options)
     return terms, BlockCache(chain)
@@ -305,15 +330,16 @@ class BlockCache(NamedTuple):
         drouter_logits: the gradient of an auxiliary loss on the router, if any.
         """
         dx, (attn, *cross, ffn) = self.chain.backward(dy, *drouter_logits)
-        dattn_norm, dattn_out, dattn, _, dbias, dpos, _ = attn
-        dffn_norm, dffn_out, dffn = ffn
-        dcross_norm = dcross_out = dcross = dmemory = dcross_pos = dmemory_pos = None
+        dattn_norm, dattn_out, dattn_scale, dattn, _, dbias, dpos, _ = attn
+        dffn_norm, dffn_out, dffn_scale, dffn = ffn
+        dcross_norm = dcross_out = dcross_scale = dcross = dmemory = dmemory_pos = None
         if cross:
-            dcross_norm, dcross_out, dcross, dmemory, _, dcross_pos, dmemory_pos = cross[0]
-        if dcross_pos is not None:
-            dpos = dpos + dcross_pos
-        norms = (dattn_out, dcross_out, dffn_out)
-        dparams = BlockParams(dattn_norm, dattn, dcross_norm, dcross, dffn_norm, dffn, *norms)
+            dcross_norm, dcross_out, dcross_scale, dcross, *of_memory = cross[0]
+            dmemory, _, dcross_pos, dmemory_pos = of_memory
+            if dcross_pos is not None:
+                dpos = dpos + dcross_pos
+        after = dattn_out, dcross_out, dffn_out, dattn_scale, dcross_scale, dffn_scale
+        dparams = BlockParams(dattn_norm, dattn, dcross_norm, dcross, dffn_norm, dffn, *after)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
 
@@ -338,9 +364,10 @@ class ParallelBlockCache(NamedTuple):
 
         drouter_logits: the gradient of an auxiliary loss on the router, if any.
         """
-        dx, dattn_norm, dffn_norm, attn, (dffn,) = self.both.backward(dy, *drouter_logits)
+        dx, dattn_norm, dffn_norm, *dscales, attn, (dffn,) = self.both.backward(dy, *drouter_logits)
         dattn, _, dbias, dpos, _ = attn
         dparams = BlockParams(dattn_norm, dattn, None, None, dffn_norm, dffn)
+        dparams = dparams._replace(attn_scale=dscales[0], ffn_scale=dscales[1])
         return dx, dparams, None, dbias, dpos, None
 
 

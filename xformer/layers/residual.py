@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from xformer import ops
 from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
 from xformer.showing import short
+from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 Sublayer = Callable[[Array], tuple[Array, Any]]
@@ -15,11 +16,12 @@ Terms = tuple[Array, Array | None]  # of a sum that is computed later; None: the
 
 
 class Branch(NamedTuple):
-    """A sublayer with its norms and dropout. A norm that is None is left out."""
+    """A sublayer with its norms, scale and dropout. What is None is left out."""
 
     sublayer: Sublayer
     norm: NormParams | None  # before the sublayer, or after the sum with its output
     out_norm: NormParams | None = None  # of the sublayer's output
+    scale: Array | None = None  # (1,), which multiplies the output
     dropout_key: ops.RandomKey | None = None
 
 
@@ -28,6 +30,7 @@ def residual(
     norm_params: NormParams | None,
     sublayer: Sublayer,
     out_norm: NormParams | None = None,
+    scale: Array | None = None,
     *,
     place: str = "pre",
     config: NormConfig | None = None,
@@ -42,11 +45,12 @@ def residual(
     out_norm: a norm of f's output, before dropout; None: no norm. With "pre" it is the sandwich
         norm of Gemma 2 (arXiv:2408.00118), without norm_params the output norm of OLMo 2
         (arXiv:2501.00656).
+    scale: (1,), a number that multiplies f's output (`ops.scale`; ReZero); None: no number
     config: of both norms; None: LayerNorm
     dropout_key: None: no dropout
     ValueError for another place, and for shapes that do not fit.
     """
-    branch = Branch(sublayer, norm_params, out_norm, dropout_key)
+    branch = Branch(sublayer, norm_params, out_norm, scale, dropout_key)
     terms, cache = residuals(x, (branch,), place=place, config=config, dropout_rate=dropout_rate)
     return summed(*terms), ResidualCache(cache)
 
@@ -58,7 +62,7 @@ class ResidualCache(NamedTuple):
     chain: ResidualsCache
 
     def backward(self, dy: Array, *dextra: Any) -> tuple[Any, ...]:
-        """Gradients of x, norm_params and out_norm, then those that f's backward returns after dx.
+        """Gradients of x, norm_params, out_norm and scale, then what f's backward returns after dx.
 
         dextra: arguments of f's backward after dy.
         """
@@ -121,13 +125,35 @@ def _sum_and_norm(
 def _branch(
     inner: Array, branch: Branch, config: NormConfig, dropout_rate: float
 ) -> tuple[Array, BranchCache]:
-    """dropout(out_norm(sublayer(inner))), which is added to x."""
+    """dropout(scale * out_norm(sublayer(inner))), which is added to x."""
     r, sub_cache = branch.sublayer(inner)
     out_cache = None
     if branch.out_norm is not None:
         r, out_cache = norm(r, branch.out_norm, config=config)
+    r, scale_cache = _scaled(r, branch.scale)
     r, drop_cache = ops.dropout(r, rate=dropout_rate, key=branch.dropout_key)
-    return r, BranchCache(None, sub_cache, out_cache, drop_cache)
+    return r, BranchCache(None, sub_cache, out_cache, scale_cache, drop_cache)
+
+
+def _scaled(r: Array, scale: Array | None) -> tuple[Array, ScaledCache | None]:
+    """scale * r; r if scale is None."""
+    if scale is None:
+        return r, None
+    y, cache = ops.scale(r, value(scale))
+    return y, ScaledCache(cache, isinstance(scale, Frozen))
+
+
+@short
+class ScaledCache(NamedTuple):
+    """Saved for the backward of a scale: the cache of the op, and whether the scale is frozen."""
+
+    op: Any  # of `ops.scale`
+    frozen: bool
+
+    def backward(self, dy: Array) -> tuple[Array, Array | None]:
+        """Gradients of r and scale; None for a frozen one."""
+        dr, dscale = self.op.backward(dy)
+        return dr, None if self.frozen else dscale
 
 
 @short
@@ -137,6 +163,7 @@ class BranchCache(NamedTuple):
     sum: Any  # of `add_norm`; None if the sum has no norm
     sublayer: Any
     out_norm: Any
+    scale: ScaledCache | None
     drop: Any
 
 
@@ -150,8 +177,8 @@ class ResidualsCache(NamedTuple):
     def backward(self, dy: Array, *dextra: Any) -> tuple[Array, list[tuple[Any, ...]]]:
         """The gradient of x + r, and a tuple for each branch.
 
-        The tuple has the gradients of norm and out_norm, then those that the sublayer's backward
-        returns after dx.
+        The tuple has the gradients of norm, out_norm and scale, then those that the sublayer's
+        backward returns after dx.
 
         dy: of the sum of both terms
         dextra: arguments of the last sublayer's backward after dy
@@ -173,20 +200,24 @@ class ResidualsCache(NamedTuple):
 
 
 def _through_branch(cache: BranchCache, dr: Array, dextra: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gradients of the sublayer's input and of out_norm, then its backward's other gradients."""
-    dr, dout_norm = cache.drop.backward(dr), None
+    """Gradients of the sublayer's input, out_norm and scale, then the sublayer's others."""
+    dr, dout_norm, dscale = cache.drop.backward(dr), None, None
+    if cache.scale is not None:
+        dr, dscale = cache.scale.backward(dr)
     if cache.out_norm is not None:
         dr, dout_norm = cache.out_norm.backward(dr)
     dinner, *rest = cache.sublayer.backward(dr, *dextra)
-    return dinner, dout_norm, *rest
+    return dinner, dout_norm, dscale, *rest
 
 
 def parallel(
     x: Array,
-    norm_params: NormParams,
+    norm_params: NormParams | None,
     first: Sublayer,
     second: Sublayer,
     second_norm: NormParams | None = None,
+    first_scale: Array | None = None,
+    second_scale: Array | None = None,
     *,
     config: NormConfig | None = None,
     dropout_rate: float = 0.0,
@@ -195,8 +226,10 @@ def parallel(
     """y = x + f(norm(x)) + g(norm'(x)) (GPT-NeoX, arXiv:2204.06745, eq. 1).
 
     x, y: (..., D)
+    norm_params: None: no norm
     first, second: f and g, functions that return (f(x), cache)
     second_norm: None: g reads norm(x) too (GPT-J)
+    first_scale, second_scale: (1,), numbers that multiply the outputs of f and g; None: no number
     config: of both norms; None: LayerNorm
     dropout_keys: of f and g; None: no dropout
     ValueError for shapes that do not fit.
@@ -207,6 +240,8 @@ def parallel(
         first,
         second,
         second_norm,
+        first_scale,
+        second_scale,
         config=config,
         dropout_rate=dropout_rate,
         dropout_keys=dropout_keys,
@@ -216,10 +251,12 @@ def parallel(
 
 def parallels(
     x: Array,
-    norm_params: NormParams,
+    norm_params: NormParams | None,
     first: Sublayer,
     second: Sublayer,
     second_norm: NormParams | None = None,
+    first_scale: Array | None = None,
+    second_scale: Array | None = None,
     r: Array | None = None,
     *,
     config: NormConfig | None = None,
@@ -228,43 +265,54 @@ def parallels(
 ) -> tuple[Terms, ParallelCache]:
     """`parallel` of x + r, with the result as two terms, for the next norm (`residuals`)."""
     config = NormConfig() if config is None else config
-    (x, inner), norm_cache = add_norm(x, r, norm_params, config=config)
+    (x, inner), norm_cache = _sum_and_norm(x, r, norm_params, config)
     other, second_norm_cache = inner, None
     if second_norm is not None:
         other, second_norm_cache = norm(x, second_norm, config=config)
-    f, first_cache = first(inner)
-    g, second_cache = second(other)
-    f, first_drop = ops.dropout(f, rate=dropout_rate, key=dropout_keys[0])
-    g, second_drop = ops.dropout(g, rate=dropout_rate, key=dropout_keys[1])
-    cache = ParallelCache(
-        norm_cache, second_norm_cache, first_cache, second_cache, first_drop, second_drop
+    branches = (
+        Branch(first, None, None, first_scale, dropout_keys[0]),
+        Branch(second, None, None, second_scale, dropout_keys[1]),
     )
-    return (x + f, g), cache
+    f, first_cache = _branch(inner, branches[0], config, dropout_rate)
+    g, second_cache = _branch(other, branches[1], config, dropout_rate)
+    return (x + f, g), ParallelCache(norm_cache, second_norm_cache, first_cache, second_cache)
 
 
 @short
 class ParallelCache(NamedTuple):
-    """Saved by `parallel` for backward: the caches of both sublayers, their norms and dropout."""
+    """Saved by `parallel` for backward: the caches of both sublayers and of their norms."""
 
-    norm: Any  # of `add_norm`
-    second_norm: Any  # None: g reads the output of the first norm
-    first: Any  # of f
-    second: Any  # of g
-    first_drop: Any
-    second_drop: Any
+    norm: Any  # of `add_norm`; None: no norm
+    second_norm: Any  # None: g reads what f reads
+    first_branch: BranchCache  # of f
+    second_branch: BranchCache  # of g
+
+    @property
+    def first(self) -> Any:
+        """The cache of f."""
+        return self.first_branch.sublayer
+
+    @property
+    def second(self) -> Any:
+        """The cache of g."""
+        return self.second_branch.sublayer
 
     def backward(self, dy: Array, *dextra: Any) -> tuple[Any, ...]:
-        """Gradients of x and both norms, and two tuples: f's and g's gradients after dx.
+        """Gradients of x, both norms and both scales, and two tuples: f's and g's after dx.
 
         dextra: arguments of g's backward after dy.
         """
-        dinner, *dfirst = self.first.backward(self.first_drop.backward(dy))
-        dother, *dsecond = self.second.backward(self.second_drop.backward(dy), *dextra)
-        dsecond_norm = None
+        dinner, _, dfirst_scale, *dfirst = _through_branch(self.first_branch, dy, ())
+        dother, _, dsecond_scale, *dsecond = _through_branch(self.second_branch, dy, dextra)
+        dnorm = dsecond_norm = None
         if self.second_norm is None:
             dinner, ds = dinner + dother, dy
         else:
             dother, dsecond_norm = self.second_norm.backward(dother)
             ds = dy + dother
-        dx, _, dnorm = self.norm.backward(ds, dinner)
-        return dx, dnorm, dsecond_norm, tuple(dfirst), tuple(dsecond)
+        if self.norm is None:
+            dx = ds + dinner
+        else:
+            dx, _, dnorm = self.norm.backward(ds, dinner)
+        scales = dfirst_scale, dsecond_scale
+        return dx, dnorm, dsecond_norm, *scales, tuple(dfirst), tuple(dsecond)

@@ -48,7 +48,7 @@ class StackParams(NamedTuple):
     ) -> StackParams:
         """Initial parameters, with a block for each of configs.
 
-        final_norm: None: True unless the blocks are post-LN
+        final_norm: None: True unless the blocks are post-LN or without norms
         cross, draw, out_scale: of `BlockConfig.init`
         shared_memory: one projection of the memory for all blocks
         relative_bias: the configuration of a relative bias, or None
@@ -60,7 +60,7 @@ class StackParams(NamedTuple):
         )
         config = configs[0]
         last_norm = None
-        if config.norm_placement != "post" if final_norm is None else final_norm:
+        if config.final_norm if final_norm is None else final_norm:
             last_norm = config.norm.init(rng, config.d_model)
         shared = None
         if shared_memory:
@@ -273,7 +273,7 @@ def require_stack(
     op: str, params: StackParams, configs: Sequence[BlockConfig], final_norm: bool | None, n: int
 ) -> None:
     """ValueError unless params have `n` blocks, and a final norm if and only if configs want it."""
-    wants = configs[0].norm_placement != "post" if final_norm is None else final_norm
+    wants = configs[0].final_norm if final_norm is None else final_norm
     for what, got, wanted in (
         ("blocks", len(params.blocks), n),
         ("a final norm", params.norm is not None, wants),

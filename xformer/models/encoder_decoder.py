@@ -63,7 +63,8 @@ class EncoderDecoder:
     shared_embed: bool = False
     encoder_relative_bias: RelativeConfig | None = None
     decoder_relative_bias: RelativeConfig | None = None
-    encoder_norm: bool | None = None  # a final norm; None: True unless the blocks are post-LN
+    # A final norm; None: True unless the blocks are post-LN or without norms.
+    encoder_norm: bool | None = None
     decoder_norm: bool | None = None
     shared_memory: bool = False
     head: LMHead | None = None

@@ -56,6 +56,7 @@ class GPT:
     dropout: float = 0.0
     # Each block saves only its input, and runs again in backward.
     activation_checkpointing: bool = False
+    residual_scale: float | None = None  # of `layers.BlockConfig`; 0: ReZero
 
     norm = renamed.attribute("norm_placement")
     checkpoint = renamed.attribute("activation_checkpointing")
@@ -82,7 +83,14 @@ class GPT:
         d_ff = 4 * self.d_model if self.d_ff is None else self.d_ff
         ffn = FeedForwardConfig(d_ff, self.activation, bias=self.bias)
         norm = NormConfig(eps=self.eps, bias=self.bias)
-        block = BlockConfig(attn, ffn, norm, self.norm_placement, dropout=self.dropout)
+        block = BlockConfig(
+            attn,
+            ffn,
+            norm,
+            self.norm_placement,
+            dropout=self.dropout,
+            residual_scale=self.residual_scale,
+        )
         d_positions = self.d_model if self.d_positions is None else self.d_positions
         embed = EmbedConfig(
             vocab_size=self.vocab_size,

@@ -65,7 +65,7 @@ class LanguageModel:
     rotary: layers.RopeConfig | None = None
     alibi: bool = False
     relative_bias: layers.RelativeConfig | None = None
-    final_norm: bool | None = None  # None: True unless the blocks are post-LN
+    final_norm: bool | None = None  # None: True unless the blocks are post-LN or without norms
     # The number of groups of layers with shared parameters (ALBERT); None: nothing is shared.
     n_shared_layer_groups: int | None = None
     head: models.Head | None = LMHead()  # noqa: RUF009 - frozen

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from xformer.ops.rms_norm import rms_norm
     from xformer.ops.rope import rope
     from xformer.ops.router_z_loss import router_z_loss
+    from xformer.ops.scale import scale
     from xformer.ops.sdpa import sdpa
     from xformer.ops.shaw import shaw
     from xformer.ops.sigmoid import sigmoid
@@ -63,6 +64,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "router_z_loss",
+    "scale",
     "sdpa",
     "shaw",
     "sigmoid",
@@ -99,6 +101,7 @@ later(
     rms_norm="rms_norm",
     rope="rope",
     router_z_loss="router_z_loss",
+    scale="scale",
     sdpa="sdpa",
     shaw="shaw",
     sigmoid="sigmoid",

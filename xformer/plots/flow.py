@@ -143,11 +143,11 @@ def _apart(depths: Sequence[int]) -> list[int]:
 
 def _input(block: Any) -> Array:
     """The input of a block, from its cache."""
-    if not isinstance(block, BlockCache):
-        return block.both.norm.norm.norm.x
-    if block.chain.post or block.attn.sum is None:
-        return block.attn.sublayer.maps.x
-    return block.attn.sum.norm.norm.x
+    is_parallel = not isinstance(block, BlockCache)
+    norm = block.both.norm if is_parallel else block.attn.sum
+    if norm is None or (not is_parallel and block.chain.post):
+        return (block.both.first if is_parallel else block.attn.sublayer).maps.x
+    return norm.norm.norm.x
 
 
 def _rms(x: Array) -> float:
