@@ -11,9 +11,17 @@ import pytest
 from libraries import only
 
 import xformer
-from xformer import backends, initializers, tree
+from xformer import backends, initializers, layers, optim, tree
 from xformer.backends import Backend
-from xformer.initializers import normal, xavier_normal, xavier_uniform
+from xformer.initializers import fixup, normal, xavier_normal, xavier_uniform
+from xformer.layers import (
+    AttentionConfig,
+    BlockConfig,
+    EmbedConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+)
+from xformer.models import LanguageModel, LMHead
 
 SHAPE = (300, 500)  # 150,000 draws
 
@@ -88,6 +96,101 @@ def test_models_start_the_same_on_every_backend(library: Backend) -> None:
             assert np.array_equal(library.to_numpy(p), np.asarray(wanted[name])), name
         other = tree.flatten(model.init(seed=2, backend=library.name))
         assert any(not np.array_equal(library.to_numpy(p), wanted[k]) for k, p in other.items())
+
+
+PARTS: dict[str, Any] = {"norm_placement": "none", "residual_scale": 1.0}
+FFNS: dict[str, Any] = {
+    "plain": FeedForwardConfig(11),
+    "gated": FeedForwardConfig(11, "silu", gated=True),
+    "experts": ExpertsConfig(3, 2, 11),
+}
+
+
+@pytest.mark.parametrize("ffn", FFNS)
+def test_fixup_follows_the_rules_of_the_paper(ffn: str) -> None:
+    """arXiv:1901.09321, section 3, rules 1 and 2: by the names of the parameters."""
+    blocks = (BlockConfig(AttentionConfig(6, 2), FFNS[ffn], **PARTS),) * 5
+    model = LanguageModel(EmbedConfig(13, 6, 6, max_len=7), blocks, head=LMHead(tied=False))
+    params = model.init(seed=1, dtype="float64")
+    before, after = tree.flatten(params), tree.flatten(fixup(params, n_branches=10))
+    w = "" if ffn == "experts" else ".w"
+    hidden = {"plain": 10**-0.5, "gated": 10**-0.25, "experts": 10**-0.25}[ffn]
+    ratios = dict.fromkeys(("attn.q.w", "attn.kv.k.w", "attn.kv.v.w"), 10**-0.5)
+    ratios |= {f"ffn.up{w}": hidden, f"ffn.gate{w}": hidden, "attn.o.w": 0, f"ffn.down{w}": 0}
+    wanted = {f"stack.blocks.{i}.{name}": r for i in range(5) for name, r in ratios.items()}
+    wanted["head.w"] = 0
+    assert wanted.keys() - before.keys() == (
+        {f"stack.blocks.{i}.ffn.gate.w" for i in range(5)} if ffn == "plain" else set()
+    )
+    for name, p in before.items():
+        np.testing.assert_allclose(after[name], wanted.get(name, 1) * p, rtol=1e-15, err_msg=name)
+    assert all((after[f"stack.blocks.4.{name}_scale"] == 1).all() for name in ("attn", "ffn"))
+    tokens = np.arange(8).reshape(2, 4)
+    loss, _ = model.loss(fixup(params, n_branches=10), tokens, tokens)
+    assert loss == pytest.approx(math.log(13), rel=1e-14)  # the head is 0
+
+
+def test_fixup_counts_cross_attention_and_a_shared_memory() -> None:
+    model = xformer.Transformer(11, 13, 6, 2, 1, 2, 7, shared_memory=True, tied=True)
+    before = model.init(seed=1, dtype="float64")
+    after = tree.flatten(fixup(before, n_branches=8))
+    for name, p in tree.flatten(before).items():
+        if ".cross.q.w" in name or (".memory." in name and name.endswith(".w")):
+            np.testing.assert_allclose(after[name], 8**-0.5 * p, rtol=1e-15)
+        elif ".cross.o.w" in name or "ffn.down.w" in name:
+            assert not after[name].any(), name
+        elif "embed" in name or name.endswith(".b"):
+            assert after[name] is p
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_fixup_starts_as_the_identity(library: Backend, dtype: str) -> None:
+    model = xformer.GPT(11, 3, 6, 2, 7, **PARTS)
+    params = fixup(model.init_from(library.generator(0, dtype)), n_branches=6)
+    assert {p.dtype for p in tree.flatten(params).values()} == {params.embed.table.dtype}
+    tokens = library.asarray(np.array([[1, 0, 10, 4]]))
+    hidden, _ = model.network.hidden(params, tokens)
+    (embedded, _), _ = layers.embed(params.embed, ids=tokens, config=model.network.embed)
+    assert np.array_equal(library.to_numpy(hidden), library.to_numpy(embedded))
+
+
+def first_update(n_layers: int, *, by_fixup: bool, bias: bool = False) -> float:
+    """The rms of the change of the hidden states by a step of SGD on the blocks, over its lr."""
+    model = xformer.GPT(64, n_layers, 16, 2, 16, bias=bias, **PARTS)
+    params = model.init(seed=0, dtype="float64")
+    if by_fixup:
+        params = fixup(params, n_branches=2 * n_layers)
+    params = tree.freeze(params, "embed.*")
+    tokens, targets = np.random.default_rng(0).integers(0, 64, (2, 4, 16))
+    before, _ = model.network.hidden(params, tokens)
+    trained, lr = tree.trained(params), 1e-4
+    grads = model.loss(params, tokens, targets)[1].backward()
+    trained, _ = optim.sgd(trained, grads, optim.sgd_init(trained), lr=lr)
+    after, _ = model.network.hidden(tree.join(params, trained), tokens)
+    return float(np.sqrt(np.mean((after - before) ** 2)) / lr)
+
+
+def test_an_update_by_fixup_does_not_depend_on_depth() -> None:
+    """The aim of arXiv:1901.09321 (section 3): each step changes the output by a multiple of lr."""
+    shallow, deep = (first_update(n, by_fixup=True) for n in (3, 48))
+    assert 0.8 < deep / shallow < 1.25
+    assert first_update(12, by_fixup=False) > 20 * first_update(3, by_fixup=False)
+
+
+def test_biases_after_the_last_weights_make_it_depend_on_depth() -> None:
+    """They all get the same gradient, whatever the weights: docs/without-norm.md."""
+    shallow, deep = (first_update(n, by_fixup=True, bias=True) for n in (3, 48))
+    assert 12 < deep / shallow < 20  # 16 times as many
+
+
+def test_fixup_of_nothing() -> None:
+    for n in (0, -1, 2.0, None):
+        with pytest.raises(ValueError, match=r"^fixup: n_branches must be an int of at least 1, g"):
+            fixup(xformer.GPT(11, 1, 6, 2, 7).init(), n_branches=n)
+    with pytest.raises(ValueError, match=r"^fixup: params must have sublayers, such as those of a"):
+        fixup({"w": np.ones(3)}, n_branches=2)
+    frozen = tree.freeze(xformer.GPT(11, 1, 6, 2, 7).init(), "*.attn.q.w")
+    assert isinstance(fixup(frozen, n_branches=2).stack.blocks[0].attn.q.w, tree.Frozen)
 
 
 @pytest.mark.parametrize("fn", [xavier_uniform, xavier_normal])

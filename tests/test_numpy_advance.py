@@ -33,6 +33,9 @@ FORMS = {
     "gated gelu, sandwich": {"activation": "gelu", "gated": True, "norm_placement": "sandwich"},
     "output norms, scale": {"norm_placement": "output", "scale": 0.3},
     "layer norms": {"norm": "layer", "norm_offset": 0.0},
+    "no norms": {"norm_placement": "none"},
+    "no norms, residual scales": {"norm_placement": "none", "residual_scale": 0.5},
+    "sandwich, residual scales": {"norm_placement": "sandwich", "residual_scale": -2.0},
 }
 
 

@@ -353,10 +353,10 @@ DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def perturbed(params: Any) -> Any:
+def perturbed(params: Any, std: float = 0.5) -> Any:
     """No table of zeros, which would make options invisible."""
     rng = np.random.default_rng(1)
-    return xf.tree.map(lambda p: p + rng.normal(0, 0.5, p.shape), params)
+    return xf.tree.map(lambda p: p + rng.normal(0, std, p.shape), params)
 
 
 def by_definition(core: Any, options: dict[str, Any]) -> np.ndarray:
@@ -619,11 +619,12 @@ def test_a_model_without_its_words_is_refused(
 # Flow
 
 
-@pytest.mark.parametrize("norm", ["pre", "post", "sandwich", "output"])
+@pytest.mark.parametrize("norm", ["pre", "post", "sandwich", "output", "none"])
 def test_flow_is_what_layers_give(norm: str) -> None:
     """Outputs by models cut after each layer, gradients by the whole backward."""
     model = LanguageModel(embed(), (block(norm_placement=norm),) * 3, head=LMHead(tied=False))
-    params = perturbed(model.init(dtype="float64"))
+    # Without norms, outputs of size 1e4 would grow from 0.5, and rounding with them.
+    params = perturbed(model.init(dtype="float64"), 0.1 if norm == "none" else 0.5)
     tokens, targets = np.random.default_rng(0).integers(0, 17, (2, 2, 7))
     found = flow(model, params, tokens, targets, "own")
     assert found.name == "own" and found.depth == 3
@@ -640,7 +641,12 @@ def test_flow_is_what_layers_give(norm: str) -> None:
 
 def test_parallel_blocks_and_checkpointing_flow_too() -> None:
     tokens, targets = np.random.default_rng(0).integers(0, 17, (2, 2, 7))
-    for own, around in (({"parallel": True}, {}), ({}, {"activation_checkpointing": True})):
+    bare = {"parallel": True, "norm_placement": "none"}
+    for own, around in (
+        ({"parallel": True}, {}),
+        (bare, {}),
+        ({}, {"activation_checkpointing": True}),
+    ):
         model = LanguageModel(embed(), (block(**own),) * 2, **around)
         found = flow(model, model.init(dtype="float64"), tokens, targets)
         assert np.all(found.activations > 0) and np.all(found.gradients > 0)
@@ -658,6 +664,18 @@ def test_depth_weakens_the_last_gradient_before_norms_only() -> None:
     }
     assert 2.2 < ends["pre", 2] / ends["pre", 18] < 4.5  # sqrt(9) = 3
     assert 0.6 < ends["post", 2] / ends["post", 18] < 1.6
+
+
+def test_without_norms_outputs_grow_unless_the_blocks_start_as_the_identity() -> None:
+    flows = {kind: at_initialisation(kind, 12, 32) for kind in ("none", "rezero", "fixup")}
+    growth = {kind: each.activations[-1] / each.activations[0] for kind, each in flows.items()}
+    assert growth["none"] > 50 and growth["rezero"] == growth["fixup"] == 1
+    assert flows["none"].gradients[0] > 1e3 * flows["fixup"].gradients[0]
+    np.testing.assert_allclose(flows["fixup"].gradients, flows["fixup"].gradients[0], rtol=0.1)
+    for name in ("none", "rezero", "fixup"):
+        assert flows[name].gradients.all() and flows[name].name == name
+    with pytest.raises(ValueError, match="norm_placement must be one of"):
+        at_initialisation("fixed", 2)
 
 
 def test_post_norm_outputs_have_size_one() -> None:

@@ -108,8 +108,10 @@ def blocks(draw: Callable[..., Any], shared: dict[str, Any], biased: bool) -> Bl
         options["experts"] = ExpertsConfig(4, draw(st.integers(1, 4)), 5)
     else:
         options["hidden_dropout"] = draw(rates)
-    if shared["norm_placement"] == "pre" and draw(flags):
-        options |= {"parallel": True, "shared_norm": draw(flags)}
+    if shared["norm_placement"] in ("pre", "none") and draw(flags):
+        shared_norm = shared["norm_placement"] == "pre" and draw(flags)
+        options |= {"parallel": True, "shared_norm": shared_norm}
+    options["residual_scale"] = draw(maybe(st.just(0.5)))
     return block_config(**shared, **options)
 
 

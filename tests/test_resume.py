@@ -22,8 +22,9 @@ from libraries import only
 from runs import CONFIG, NUMPY, begun, rows, trained
 
 import xformer as xf
-from xformer import optim, training
+from xformer import optim, training, tree
 from xformer.backends import Backend
+from xformer.initializers import fixup
 from xformer.training import interruptible
 from xformer.training.state import read_state, write_state
 
@@ -339,13 +340,16 @@ def test_a_run_that_is_older_than_an_option(
     from xformer.cli import main
 
     def without(about: Any) -> Any:
-        training = {k: v for k, v in about["training"].items() if k != "precision"}
-        assert len(training) == len(about["training"]) - 1
-        return about | {"training": training}
+        old = {"model": "residual_scale", "training": "precision"}
+        parts = {part: dict(about[part]) for part in old}
+        for part, name in old.items():
+            del parts[part][name]
+        return about | parts
 
     description = Path(stopped, "run.json")
     found = json.loads(description.read_text())
-    del found["notes"]["precision"], found["notes"]["deterministic"]
+    for name in ("precision", "deterministic", "norm_placement", "residual_scale", "init"):
+        del found["notes"][name]
     description.write_text(json.dumps(found | {"about": without(found["about"])}))
     for path in Path(stopped, "checkpoints").iterdir():
         saved = read_state(path)
@@ -359,6 +363,30 @@ def test_a_run_that_is_older_than_an_option(
     description.write_text(json.dumps(found))
     assert main(["train", "--resume", stopped]) == 1
     assert "run is not a run of xformer train" in capsys.readouterr().err
+
+
+def test_a_run_without_norms(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By Fixup. With a learning rate of 0, the saved weights are the first ones."""
+    from xformer.cli import main
+
+    options = ["--norm-placement", "none", "--residual-scale", "1", "--init", "fixup"]
+    assert main([*COMMAND, *options, "--lr", "0", "--steps", "2", "--out", "run"]) == 0
+    model, params = training.load("run", NUMPY)
+    assert (model.norm_placement, model.residual_scale) == ("none", 1)
+    wanted = tree.flatten(fixup(model.init(seed=0), n_branches=2 * model.n_layers))
+    got = tree.flatten(params)
+    assert got.keys() == wanted.keys()
+    assert all(np.array_equal(got[name], p) for name, p in wanted.items())
+    capsys.readouterr()
+    assert main(["train", "--resume", "run", "--steps", "3"]) == 0
+    assert main(["train", "--resume", "run", "--steps", "4", "--init", "gpt2"]) == 1
+    assert "--init: the run in run has fixup, got gpt2" in capsys.readouterr().err
+    assert main([*COMMAND, "--init", "fixup", "--out", "other"]) == 1
+    said = capsys.readouterr().err
+    assert said == "xformer: error: --init fixup needs --norm-placement none, got pre\n"
+    assert main(["train", "--from", "run", "--residual-scale", "0"]) == 1
+    said = capsys.readouterr().err
+    assert "--residual-scale excludes --from: the model in run fixes it" in said
 
 
 def test_a_finished_run_says_so(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

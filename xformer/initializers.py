@@ -10,11 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from array_api_compat import array_namespace
+
+from xformer import tree
 from xformer.backends import Generator
-from xformer.checks import number
-from xformer.typing import Array
+from xformer.checks import number, require_sizes
+from xformer.typing import Array, Tree
 
 Draw = Callable[[Generator, tuple[int, int]], Array]
+
+# Dotted names of weights in a residual branch, each after a dot; experts have no ".w".
+PROJECTIONS = (".attn.q.w", ".cross.q.w", ".kv.k.w", ".kv.v.w", ".memory.k.w", ".memory.v.w")
+HIDDEN = (".ffn.up.w", ".ffn.gate.w", ".ffn.up", ".ffn.gate")
+LAST = (".attn.o.w", ".cross.o.w", ".ffn.down.w", ".ffn.down", ".head.w")
 
 
 def normal(rng: Generator, shape: Sequence[int], *, std: float = 0.02) -> Array:
@@ -45,6 +53,51 @@ def _fans(shape: Sequence[int]) -> int:
     if len(shape) != 2:
         raise ValueError(f"Xavier initialisation is for (I, O) weights, got shape {tuple(shape)}")
     return max(sum(shape), 1)
+
+
+def fixup(params: Tree, *, n_branches: int) -> Tree:
+    """`params` with weights by the rules of Fixup (arXiv:1901.09321, section 3).
+
+    - The last weights of each residual branch, and those of a head that is not tied, are 0.
+    - The other weights of a branch are multiplied by L^(-1 / (2m - 2)): m = 2 for attention and
+      for a feed-forward network, 3 for one with a gate. m is the number of weight matrices whose
+      product gives the size of the output. Queries and keys do not count.
+
+    Everything else stays as it is. The rules are for blocks with norm_placement "none", and with
+    residual_scale 1 for the multipliers of the paper.
+
+    params: of a model, or of its stack
+    n_branches: L, the number of sublayers: 2 for each layer, 3 for one with cross-attention
+
+    ValueError unless n_branches is an int of at least 1, and for params without sublayers.
+    """
+    (n_branches,) = require_sizes("fixup", 1, n_branches=n_branches)
+    names = [f".{name}" for name in tree.flatten(params)]
+    gated = {name.partition(".ffn.gate")[0] for name in names if ".ffn.gate" in name}
+
+    def factor(name: str) -> float:
+        if name.endswith(LAST):
+            return 0.0
+        if name.endswith(HIDDEN):
+            m = 3 if name.partition(".ffn.")[0] in gated else 2
+        elif name.endswith(PROJECTIONS):
+            m = 2
+        else:
+            return 1.0
+        return float(n_branches ** (-1 / (2 * m - 2)))
+
+    factors = [factor(name) for name in names]
+    if 0.0 not in factors:
+        raise ValueError("fixup: params must have sublayers, such as those of a GPT, got none")
+    rest = iter(factors)
+    return tree.map(lambda w: _times(w, next(rest)), params)
+
+
+def _times(w: Array, factor: float) -> Array:
+    """w, 0 or a multiple of it."""
+    if factor == 0.0:
+        return array_namespace(w).zeros_like(w)
+    return w if factor == 1.0 else w * factor
 
 
 @dataclass(frozen=True)

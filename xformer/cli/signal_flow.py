@@ -6,8 +6,7 @@ import argparse
 from typing import Any
 
 from xformer.cli.plot import add_out
-from xformer.layers.block import NORMS
-from xformer.plots.flow import at_initialisation, flow_picture
+from xformer.plots.flow import KINDS, at_initialisation, flow_picture
 from xformer.plots.style import require_drawable, save
 
 
@@ -24,9 +23,9 @@ def add_parser(subparsers: Any) -> None:
     add("--layers", type=int, nargs="+", default=depths, metavar="N", help=what)
     add("--d-model", type=int, default=128, metavar="D", help="default: 128")
     add("--heads", type=int, default=4, metavar="H", help="default: 4")
-    placements = f"norm placements to compare, of {', '.join(NORMS)} (default: pre post)"
-    norms: Any = {"metavar": "PLACEMENT", "nargs": "+", "choices": NORMS}
-    add("--norms", **norms, default=("pre", "post"), help=placements)
+    kinds = f"norm placements to compare, of {', '.join(KINDS)}; rezero and fixup have no norms"
+    norms: Any = {"metavar": "PLACEMENT", "nargs": "+", "choices": KINDS}
+    add("--norms", **norms, default=("pre", "post"), help=f"{kinds} (default: pre post)")
     add("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     add_out(parser, "flow.png")
     parser.set_defaults(run=run)

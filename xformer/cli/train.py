@@ -25,6 +25,7 @@ from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
 from xformer.cli.train_job import Job, job_of
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
+from xformer.initializers import fixup
 from xformer.showing import size
 from xformer.training import Run, State, Step, dashboard, evaluate, interruptible, start, train
 from xformer.training.loop import is_stale
@@ -82,6 +83,8 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
     """The state to start or resume from. Prints the data, the model and the device."""
     if options.origin is None or checkpoints(run.folder):
         params = job.model.init_from(job.backend.generator(options.seed, options.dtype))
+        if options.init == "fixup":
+            params = fixup(params, n_branches=2 * job.model.n_layers)
     else:
         params = train_from.first_params(options)
     state = run.begin(start(params, job.config), options.resume_step)

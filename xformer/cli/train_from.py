@@ -84,6 +84,8 @@ def usual(path: str) -> Usual:
         "heads": block.attn.n_heads,
         "positions": network.embed.positions,
         "position_mode": network.embed.mode,
+        "norm_placement": block.norm_placement,
+        "residual_scale": block.residual_scale,
         "dropout": block.dropout,
         "max_len": min(length or LONGEST, LONGEST),
         **({} if isinstance(model, GPT) else {"lr": LR}),

@@ -88,7 +88,7 @@ def job_of(options: argparse.Namespace) -> Job:
     sizes = (options.layers, options.d_model, options.heads, options.max_len)
     model: Any = None if origin is None else origin.model
     if model is None:
-        names = ("positions", "position_mode", "dropout")
+        names = ("positions", "position_mode", "norm_placement", "residual_scale", "dropout")
         model = GPT(
             corpus.vocabulary.size, *sizes, **{name: getattr(options, name) for name in names}
         )

@@ -16,6 +16,7 @@ from xformer.cli.paths import BACKEND, DEVICE, nonempty
 from xformer.cli.run_options import Stored, add_shared, by_option, dashed, given
 from xformer.cli.summary import Row, table
 from xformer.generation import Bytes
+from xformer.layers.block import NORMS
 from xformer.models import GPT
 from xformer.pretrained.matching import shapes_of
 from xformer.shapes import STORED
@@ -49,6 +50,9 @@ DEFAULTS: dict[str, Any] = {
     "preset": "small",
     "positions": "learned",
     "position_mode": "add",
+    "norm_placement": "pre",
+    "residual_scale": None,
+    "init": "gpt2",
     "dropout": 0.0,
     "accumulate": 1,
     "optimiser": "adamw",
@@ -74,16 +78,20 @@ DEFAULTS: dict[str, Any] = {
     "log_to": "none",
 }
 # Options that older runs do not store; these runs used the default.
-ADDED = ("origin", "precision", "deterministic", "compile", "positions", "position_mode", "log_to")
+ADDED = (
+    *("origin", "precision", "deterministic", "compile", "log_to"),
+    *("positions", "position_mode", "norm_placement", "residual_scale", "init"),
+)
 # Types of the options whose default is None.
 TYPES: dict[str, type] = {
     **dict.fromkeys(("origin", "data", "tokenizer", "device", "precision"), str),
-    **dict.fromkeys(("weight_decay", "ema"), float),
+    **dict.fromkeys(("weight_decay", "ema", "residual_scale"), float),
     **dict.fromkeys(("patience", "sample_every"), int),
     "compile": bool,
 }
 DTYPES = ("float32", "float64")
 POSITIONS, MODES = ("learned", "sinusoidal", "none"), ("add", "concat", "qkv")
+INITS = ("gpt2", "fixup")
 LOGS = ("none", *MODULES)
 # Options that may differ when a run is resumed: they do not change what is computed.
 FREE = (
@@ -91,7 +99,10 @@ FREE = (
     *("checkpoint_every", "keep_checkpoints", "sample_every", "log_to"),
 )
 # Options that the model of --from fixes.
-OWN = ("tokenizer", "layers", "d_model", "heads", "positions", "position_mode", "dropout")
+OWN = (
+    *("tokenizer", "layers", "d_model", "heads", "dropout"),
+    *("positions", "position_mode", "norm_placement", "residual_scale", "init"),
+)
 OPTIONS = Stored(
     "train",
     PRESETS["small"]._asdict() | DEFAULTS,
@@ -102,6 +113,8 @@ OPTIONS = Stored(
         "precision": STORED,
         "positions": POSITIONS,
         "position_mode": MODES,
+        "norm_placement": NORMS,
+        "init": INITS,
         "log_to": LOGS,
     },
     FREE,
@@ -154,6 +167,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--positions", choices=POSITIONS, help="vectors of the positions (default: learned)")
     modes = "add them to the embeddings, concatenate them, or add them to queries, keys and values"
     add("--position-mode", choices=MODES, help=f"{modes} (default: add)")
+    add("--norm-placement", choices=NORMS, help="of each block (default: pre)")
+    scale = "initial value of a learned number that multiplies each sublayer (0: ReZero)"
+    add("--residual-scale", type=float, metavar="X", help=f"{scale} (default: no number)")
+    add("--init", choices=INITS, help="initial weights (default: gpt2; fixup: without norms)")
     add("--dropout", type=float, metavar="RATE", help="default: 0")
     add(
         "--activation-checkpointing",
@@ -232,6 +249,10 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
     options = sizes | options
     if options["precision"] is not None and options["dtype"] != "float32":
         raise ValueError(f"--precision needs --dtype float32, got {options['dtype']}")
+    if options["init"] == "fixup" and options["norm_placement"] != "none":
+        raise ValueError(
+            f"--init fixup needs --norm-placement none, got {options['norm_placement']}"
+        )
     for name in ("data", "origin"):
         if options[name] is not None:
             options[name] = str(Path(options[name]).absolute())

@@ -113,8 +113,10 @@ class BlockConfig:
         cross: with cross-attention
         shared_memory: the cross-attention has no projection to keys and values
         draw: the distribution of the weights
-        out_scale: multiplies the last weights of each residual branch
+        out_scale: multiplies the last weights of each residual branch, unless a residual_scale does
         """
+        if self.residual_scale is not None:
+            out_scale = 1.0
         options: Any = {"draw": draw, "out_scale": out_scale}
         attn = self.attn.init(rng, self.norm, **options)
         crossing = None

@@ -140,7 +140,8 @@ class LanguageModel:
     ) -> LanguageModelParams:
         """Initial parameters: weights normal with variance 1 / d_model, biases 0, norms 1.
 
-        The last weights of each residual branch are scaled by (2 n_layers)^-1/2, as in GPT-2.
+        The last weights of each residual branch are scaled by (2 n_layers)^-1/2, as in GPT-2,
+        unless the block has a residual_scale.
         """
         return self.init_from(backends.get(backend).generator(seed, dtype))
 

@@ -12,6 +12,7 @@ import numpy as np
 from xformer import backends, tree
 from xformer.checks import require_sizes
 from xformer.dispatch import reference_only
+from xformer.initializers import fixup
 from xformer.layers import (
     AttentionConfig,
     BlockConfig,
@@ -19,7 +20,7 @@ from xformer.layers import (
     FeedForwardConfig,
     StackParams,
 )
-from xformer.layers.block import BlockCache
+from xformer.layers.block import NORMS, BlockCache
 from xformer.models import LanguageModel, LMHead
 from xformer.ops._loss import one
 from xformer.plots.style import line_of, orders_of_magnitude, panels, styled
@@ -65,24 +66,38 @@ def flow(model: LanguageModel, params: Any, tokens: Array, targets: Array, name:
     return Flow(name, sizes, np.array([_norm(block) for block in grads.stack.blocks]))
 
 
+# Models to compare: the placements of norms, and two kinds of models without norms.
+REZERO, FIXUP = "rezero", "fixup"
+KINDS = (*NORMS, REZERO, FIXUP)
+
+
 def at_initialisation(
-    norm: str, n_layers: int, d_model: int = 128, n_heads: int = 4, seed: int = 0
+    kind: str, n_layers: int, d_model: int = 128, n_heads: int = 4, seed: int = 0
 ) -> Flow:
     """The `Flow` of a decoder with Xavier-uniform weights, as in arXiv:2002.04745.
 
     The tokens are random, the dtype is float64.
 
-    norm: the placement of norms, as `norm_placement` of `layers.BlockConfig`.
+    kind: the placement of norms, as `norm_placement` of `layers.BlockConfig`. Or one of two kinds
+        without norms: "rezero", with residual_scale 0 (arXiv:2003.04887), and "fixup", with
+        residual_scale 1 and the weights of `initializers.fixup` (arXiv:1901.09321), but the head
+        is drawn, because nothing below a head of 0 has a gradient
+
+    ValueError for another kind.
     """
     (n_layers,) = require_sizes("flow", 1, n_layers=n_layers)
     attn, ffn = AttentionConfig(d_model, n_heads), FeedForwardConfig(4 * d_model)
-    block = BlockConfig(attn, ffn, norm_placement=norm)
+    scale = {REZERO: 0.0, FIXUP: 1.0}.get(kind)
+    placement = kind if scale is None else "none"
+    block = BlockConfig(attn, ffn, norm_placement=placement, residual_scale=scale)
     embed = EmbedConfig(VOCABULARY, d_model, d_model, LENGTH)
     model = LanguageModel(embed, (block,) * n_layers, head=LMHead(tied=False))
     rng = backends.get("numpy").generator(seed, "float64")
-    params = model.init_from(rng)._replace(stack=StackParams.init(rng, model.blocks))
+    params, stack = model.init_from(rng), StackParams.init(rng, model.blocks)
+    if kind == FIXUP:
+        stack = fixup(stack, n_branches=2 * n_layers)
     tokens, targets = rng.integers((2, BATCH, LENGTH), high=VOCABULARY)
-    return flow(model, params, tokens, targets, norm)
+    return flow(model, params._replace(stack=stack), tokens, targets, kind)
 
 
 @styled()
