@@ -72,6 +72,7 @@ def cases() -> Iterator[Case]:
     peer = lambda x, w, eps: _nn().rms_norm(x, w.shape, w, eps)  # noqa: E731
     yield Case("rms_norm", ops.rms_norm, (x, w), {"eps": 1e-6}, peer)
     yield Case("l2_normalize", ops.l2_normalize, (x,), {}, lambda x: _nn().normalize(x, dim=-1))
+    yield Case("scale", ops.scale, (x, normal(1)), {}, lambda x, alpha: alpha * x)
     maps = normal(768, 3072) / 28, normal(3072)
     yield Case("linear", ops.linear, (x, *maps), {}, lambda x, w, b: b.addmm(x, w))
     table = normal(16384, 768)

@@ -1,10 +1,10 @@
-"""Draw the pictures of the README, look.md and derivatives.md (extras `plot`, `hf`).
+"""Draw the pictures of the README and of pages in docs (extras `plot`, `hf`).
 
 xformer train --out runs/readme
 XFORMER_DATA=folder python docs/make_pictures.py --run runs/readme
 
 Two need something else: `loss.svg` is of the run that is named, and `attention.svg` of
-llama2.c's stories260K.bin and tok512.bin, in the folder XFORMER_DATA. Two minutes on two cores.
+llama2.c's stories260K.bin and tok512.bin, in the folder XFORMER_DATA. Some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from xformer.cli import main as xformer
 from xformer.plots import read_log, save
 from xformer.plots.curves import POINTS, smoothed
-from xformer.plots.style import COLOURS, panels, styled
+from xformer.plots.style import COLOURS, line_of, panels, styled
 from xformer.training import load_corpus, unigram_loss
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
@@ -146,6 +147,38 @@ def sharpness() -> Path:
     return save(figure, PICTURES / "sharpness.svg")
 
 
+@styled()
+def without_norm() -> Path:
+    """Losses, outputs and gradients of the models that the first program of the page trains."""
+    page = (PICTURES.parent / "without-norm.md").read_text(encoding="utf-8")
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    made: dict[str, Any] = {}
+    exec(program, made)
+    figure, (axes,) = panels(1, 3, (11.5, 3.6))
+    for i, (kind, losses) in enumerate(made["losses"].items()):
+        line, flow = line_of(i) | {"label": kind}, made["flows"][kind]
+        layers = np.arange(1, flow.depth + 1)
+        axes[0].plot(np.arange(1, len(losses) + 1), averaged(losses, 10), **line)
+        axes[1].plot(layers, flow.activations, **line)
+        axes[2].plot(layers, flow.gradients, **line)
+    titles = "loss, nats a byte", "output of each layer, rms", "gradient of each layer, norm"
+    for each, title, xlabel in zip(axes, titles, ("step", "layer", "layer"), strict=True):
+        each.set(title=title, xlabel=xlabel, yscale="log")
+    axes[0].set(ylim=(2.4, 8), yticks=(3, 4, 5, 6, 8), yticklabels=("3", "4", "5", "6", "8"))
+    axes[0].minorticks_off()
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    return save(figure, PICTURES / "without-norm.svg")
+
+
+def averaged(values: Sequence[float], n: int) -> np.ndarray:
+    """The mean of each value and of those before it, n in all."""
+    sums = np.cumsum([0.0, *values])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - n, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
 def command(*words: str) -> None:
     """Run a command of xformer, as a person would."""
     if xformer(words):
@@ -161,6 +194,7 @@ def main() -> None:
     flow()
     curves()
     sharpness()
+    print(without_norm())
     if (DATA / "stories260K.bin").is_file():
         attention()
     else:

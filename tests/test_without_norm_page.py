@@ -1,0 +1,69 @@
+"""docs/without-norm.md: what it says of five models holds for small ones; its table is right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xformer.cli import main
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = (DOCS / "without-norm.md").read_text(encoding="utf-8")
+TRAINING, UPDATES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SMALL = {"LAYERS, STEPS = 24, 100": "LAYERS, STEPS = 10, 20", "d_model=32": "d_model=16"}
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Any]:
+    """The names of the first program, with fewer, thinner layers and fewer steps."""
+    code = TRAINING
+    for shown, small in SMALL.items():
+        assert code.count(shown) == 1
+        code = code.replace(shown, small)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    return namespace
+
+
+def test_all_but_the_plain_model_learn(made: dict[str, Any]) -> None:
+    losses = {kind: np.array(each) for kind, each in made["losses"].items()}
+    plain, rezero = losses.pop("no norms, plain"), losses.pop("ReZero")
+    assert plain[0] > 1000 and plain[-5:].mean() > 50
+    assert rezero[0] < 6 and rezero[-5:].mean() < rezero[0] - 0.3
+    for kind, each in losses.items():
+        assert each[0] < 6 and each[-5:].mean() < 4.5, kind
+        assert each[-5:].mean() < rezero[-5:].mean() - 0.2, kind
+
+
+def test_outputs_and_gradients_at_the_start(made: dict[str, Any]) -> None:
+    flows = made["flows"]
+    for kind in ("ReZero", "Fixup"):
+        assert (flows[kind].activations == flows[kind].activations[0]).all()
+    assert flows["no norms, plain"].activations[-1] > 100 * flows["Fixup"].activations[-1]
+    assert flows["no norms, plain"].gradients[0] > 1e3 * flows["pre-LN"].gradients[0]
+    np.testing.assert_allclose(flows["Fixup"].gradients, flows["Fixup"].gradients.mean(), rtol=0.2)
+
+
+def test_the_table_of_updates_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    start = TRAINING[: TRAINING.index("LAYERS, STEPS")]
+    exec(start + UPDATES, {})
+    (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    assert capsys.readouterr().out == shown
+
+
+def test_the_commands_and_options_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = re.findall(r"^xformer (.*)$", PAGE, re.MULTILINE)
+    words = command.replace("flow.svg", str(tmp_path / "flow.svg")).split()
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    assert main([*words, "--layers", "2", "--d-model", "8", "--heads", "2"]) == 0
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    helped = capsys.readouterr().out
+    for option in set(re.findall(r"`(--[a-z-]+)", PAGE)):
+        assert option in helped
+    for link in re.findall(r"\]\(([^):]+)\)", PAGE):
+        assert (DOCS / link).is_file(), link
