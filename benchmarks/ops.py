@@ -115,6 +115,9 @@ def _attention(normal: Callable[..., np.ndarray]) -> Iterator[Case]:
     yield Case("sdpa", ops.sdpa, (q, k, v), {"causal": True}, peer)
     short = tuple(a[:1, :, :256].copy() for a in (q, k, v))
     yield Case("shaw", ops.shaw, (*short, normal(33, 64), normal(33, 64)), {"causal": True})
+    biases = normal(12, 64), normal(12, 64)
+    relative = (*short, normal(12, 256, 64), *biases)
+    yield Case("xl_attention", ops.xl_attention, relative, {"causal": True})
     additive = (*(a[:, :, :128].copy() for a in short), normal(12, 64) / 8)
     yield Case("additive_attention", ops.additive_attention, additive, {"causal": True})
 

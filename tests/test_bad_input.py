@@ -124,6 +124,17 @@ CALLS = {
         },
         {"mask": numbers(2, 1, 3, 7) > 0},
     ),
+    "xl_attention": Call(
+        {
+            "q": numbers(2, 4, 3, 5),
+            "k": numbers(2, 2, 7, 5),
+            "v": numbers(2, 2, 7, 6),
+            "r": numbers(2, 9, 5),
+            "content_bias": numbers(4, 5),
+            "position_bias": numbers(4, 5),
+        },
+        {"mask": numbers(2, 1, 3, 7) > 0},
+    ),
     "cross_entropy": Call({"logits": X}, {"targets": IDS}),
     "linear_cross_entropy": Call({"x": X, "w": numbers(5, 7), "b": numbers(7)}, {"targets": IDS}),
     "mse": Call({"x": X, "y": numbers(2, 3, 5)}, {}),
@@ -282,6 +293,7 @@ def test_options_do_not_widen_float32() -> None:
         "dropout": {"rate": half},
         "sdpa": {"scale": half, "softcap": half, "dropout_rate": half, "dropout_key": KEY},
         "shaw": {"scale": half, "dropout_rate": half, "dropout_key": KEY},
+        "xl_attention": {"scale": half, "dropout_rate": half, "dropout_key": KEY},
         "cross_entropy": {"label_smoothing": half, "z_loss": half},
         "linear_cross_entropy": {"label_smoothing": half, "z_loss": half},
         "info_nce": {"scale": half},
@@ -498,6 +510,14 @@ EMPTY = {
             *((2, 4, 4, 0, 0, 6, 7), (2, 4, 1, 1, 5, 6, 7), (2, 4, 1, 5, 1, 6, 7)),
         )
     ],
+    "xl_attention": [
+        [(b, h, t, k), (b, g, s, k), (b, g, s, m), (g, s, k), (h, k), (h, k)]
+        for b, h, g, t, s, k, m in (
+            *((0, 4, 2, 3, 5, 6, 7), (2, 0, 1, 3, 5, 6, 7), (2, 4, 2, 0, 5, 6, 7)),
+            *((2, 4, 2, 3, 0, 6, 7), (2, 4, 2, 3, 5, 0, 7), (2, 4, 2, 3, 5, 6, 0)),
+            *((2, 4, 4, 0, 0, 6, 7), (2, 4, 1, 1, 5, 6, 7), (2, 4, 1, 5, 1, 6, 7)),
+        )
+    ],
     "cross_entropy": [[(0, 5)], [(2, 0, 5)]],
 }
 
@@ -524,6 +544,8 @@ def _empty_options(library: Backend, name: str, shapes: Any) -> list[dict[str, A
         return [{"causal": True}, {}, {"dropout_rate": 0.5, "dropout_key": KEY}]
     if name == "additive_attention":
         return [{"causal": True}, {}]
+    if name == "xl_attention":
+        return [{"causal": True}, {"causal": True, "dropout_rate": 0.5, "dropout_key": KEY}]
     if name == "cross_entropy":
         targets = library.asarray(np.zeros(shapes[0][:-1], int))
         extra = {"targets": targets, "label_smoothing": 0.1, "z_loss": 0.1, "ignore_index": 0}

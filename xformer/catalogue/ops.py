@@ -45,6 +45,7 @@ def cases() -> Iterator[Case]:
         _sdpa_scores,
         _shaw,
         _additive_attention,
+        _xl_attention,
         _losses,
         _linear_losses,
         _experts,
@@ -297,6 +298,36 @@ def _additive_attention() -> Iterator[Case]:
         *((2, 4, 5, 11), (2, 2, 311, 11), (2, 2, 311, 13), (4, 11)),
         mask=mask((2, 1, 5, 311), DEAD_QUERY),
         causal=True,
+    )
+
+
+def _xl_attention() -> Iterator[Case]:
+    def case(note: str, *shapes: tuple[int, ...], h: int = 3, **options: Any) -> Case:
+        (_, _, t, k), (_, g, s, _) = shapes[:2]
+        n = s if options.get("causal") else s + t - 1
+        biases = ((h, k), (h, k))
+        name = f"xl_attention: {note}"
+        return _op(name, ops.xl_attention, *shapes, (g, n, k), *biases, **options)
+
+    t_longer = ((2, 3, 7, 11), (2, 3, 5, 11), (2, 3, 5, 13))
+    yield case("S > T", Q, K, V)
+    yield case("T > S", *t_longer)
+    yield case("one query", (2, 3, 1, 11), K, V)
+    yield case("no keys", Q, (2, 3, 0, 11), (2, 3, 0, 13))
+    yield case("causal, S > T", Q, K, V, causal=True)
+    yield case("causal, T > S", *t_longer, causal=True)
+    yield case("causal, one query", (2, 3, 1, 11), K, V, causal=True)
+    yield case("3 heads, 1 of keys", Q, (2, 1, 7, 11), (2, 1, 7, 13))
+    yield case("mask", Q, K, V, mask=mask((2, 3, 5, 7), DEAD_QUERY))
+    yield case(
+        "all options",
+        *((3, 4, 5, 11), (3, 2, 7, 11), (3, 2, 7, 13)),
+        h=4,
+        mask=mask((3, 1, 5, 7), DEAD_QUERY),
+        causal=True,
+        scale=0.17,
+        dropout_rate=0.3,
+        dropout_key=KEY,
     )
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from xformer.ops.softcap import softcap
     from xformer.ops.softmax import softmax
     from xformer.ops.tanh import tanh
+    from xformer.ops.xl_attention import xl_attention
 
 __all__ = [
     "RandomKey",
@@ -72,6 +73,7 @@ __all__ = [
     "softcap",
     "softmax",
     "tanh",
+    "xl_attention",
 ]
 
 later(
@@ -109,4 +111,5 @@ later(
     softcap="softcap",
     softmax="softmax",
     tanh="tanh",
+    xl_attention="xl_attention",
 )
