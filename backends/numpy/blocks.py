@@ -43,6 +43,7 @@ def unsupported(
     configs: Sequence[BlockConfig],
     rotary: layers.RopeTables | None = None,
     kv_cache: Sequence[KVCache] | None = None,
+    segment_memory: Sequence[Array] | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
@@ -50,8 +51,8 @@ def unsupported(
     activation_checkpointing: bool = False,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
-    if kv_cache is not None:
-        return "there is a KV cache"
+    if kv_cache is not None or segment_memory is not None:
+        return "there is a KV cache or a segment memory"
     is_batch, memories = _is_array(x) and x.ndim == 3, tree.flatten((memory,)).values()
     if not is_batch or not all(_is_array(a) and a.shape[:1] == x.shape[:1] for a in memories):
         return "x and memory are not batches of one size"
@@ -96,6 +97,7 @@ def blocks(
     configs: Sequence[BlockConfig],
     rotary: layers.RopeTables | None = None,
     kv_cache: Sequence[KVCache] | None = None,
+    segment_memory: Sequence[Array] | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,

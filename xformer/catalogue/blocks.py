@@ -333,6 +333,13 @@ def _modern_block() -> Iterator[Case]:
     for norm in ("sandwich", "output"):
         yield _blocks(f"block: decoder, {norm}", cross="memory", config={"norm_placement": norm})
     yield _blocks("block: Shaw", config={"attn": {"shaw_max_distance": 2, "d_value": 2}})
+    xl: Options = {"attn": {"xl": True, "d_value": 2}}
+    yield _blocks("block: XL", config=xl, causal=True)
+    memory: Options = {"segment_memory": lambda rng, _: rng.normal((5, 3, 6)), "causal": True}
+    yield _blocks(
+        "block: XL, segment memory, post", config=xl | {"norm_placement": "post"}, **memory
+    )
+    yield _blocks("block: XL, segment memory, parallel", config=xl | {"parallel": True}, **memory)
     before: Options = {"kv_cache": lambda rng, _: layers.KVCache(*_heads(rng)), "causal": True}
     yield _blocks("block: after a KV cache", **before)
     yield _blocks("block: three rates of dropout", config=RATES, dropout_key=KEY)
@@ -362,6 +369,14 @@ def _several() -> Iterator[Case]:
     one: Options = {"batch": (), "activation_checkpointing": True}
     yield _blocks("blocks: one sequence, memory, checkpointing", cross="memory", **one)
     yield _blocks("blocks: dropout", config=RATES, dropout_key=KEY)
+    both: Options = {"segment_memory": _segment_memory, "causal": True}
+    again = {"activation_checkpointing": True, "dropout_key": KEY}
+    xl: Options = DROPOUT | {"attn": {"xl": True}}
+    yield _blocks("blocks: XL, segment memory, checkpointing, dropout", config=xl, **both, **again)
+
+
+def _segment_memory(rng: Generator, _: Backend) -> tuple[Array, Array]:
+    return rng.normal((5, 3, 6)), rng.normal((5, 3, 6))
 
 
 def _stack() -> Iterator[Case]:

@@ -53,6 +53,13 @@ def linear_params(rng: Generator, i: int, o: int, b: bool = True) -> layers.Line
     return layers.LinearParams(rng.normal((i, o), std=i**-0.5), rng.normal((o,)) if b else None)
 
 
+def xl_params(rng: Generator, groups: int, k: int) -> layers.XLParams:
+    """Random parameters of Transformer-XL's positions, of 2 heads and D = 6."""
+    return layers.XLParams(
+        linear_params(rng, 6, groups * k, b=False), rng.normal((2, k)), rng.normal((2, k))
+    )
+
+
 def _linear() -> Iterator[Case]:
     def case(note: str, b: bool = True, rank: int = 0) -> Case:
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
@@ -106,6 +113,7 @@ def _attention() -> Iterator[Case]:
         norms: tuple[int, int] | None = None,  # widths of q_norm and k_norm
         sinks: bool = False,
         shaw: str = "",  # the tables: "k" or "kv"
+        xl: bool = False,
         pos: str = "",  # "q", "qk"
         bias: tuple[int, ...] | None = None,
         batch: tuple[int, ...] = (5,),  # (): one sequence
@@ -136,6 +144,7 @@ def _attention() -> Iterator[Case]:
                 layers.ShawParams(rng.normal((5, k)), rng.normal((5, m)) if "v" in shaw else None)
                 if shaw
                 else None,
+                xl_params(rng, groups, k) if xl else None,
             )
             source: Any = None
             if memory == "array":
@@ -181,6 +190,12 @@ def _attention() -> Iterator[Case]:
     yield case("self, all that is modern", k=4, groups=1, sinks=True, softcap=2.0, **modern)
     yield case("self, Shaw", shaw="kv", m=2, causal=True)
     yield case("memory, Shaw, keys alone", shaw="k", memory="array")
+    yield case("self, XL", xl=True, m=2, causal=True)
+    memory: Options = {"segment_memory": lambda rng, _: rng.normal((5, 3, 6)), "causal": True}
+    yield case("self, XL, segment memory", xl=True, groups=1, m=2, **memory)
+    normed: Options = {"norms": (3, 3), "dropout_rate": 0.3, "dropout_key": KEY}
+    cut = mask((5, 1, 4, 7), DEAD_QUERY)
+    yield case("self, XL, segment memory, all options", xl=True, mask=cut, **memory, **normed)
     before: Options = {"kv_cache": _past((5, 1, 2, 4)), "causal": True}
     yield case("self, after a KV cache", k=4, m=4, groups=1, window=(3, None), **before)
     yield case("dropout and scale", scale=0.3, dropout_rate=0.3, dropout_key=KEY)

@@ -25,6 +25,7 @@ from xformer.models import (
     LMHead,
     MaskedLMHead,
     Pooler,
+    SegmentMemory,
     Transformer,
 )
 from xformer.typing import Array
@@ -32,7 +33,7 @@ from xformer.typing import Array
 
 def cases() -> Iterator[Case]:
     """All cases of this module: every model with every option."""
-    for subject in (_gpt, _transformer, _language_model, _encoder_decoder):
+    for subject in (_gpt, _segments, _transformer, _language_model, _encoder_decoder):
         yield from subject()
 
 
@@ -58,12 +59,45 @@ def _gpt() -> Iterator[Case]:
     yield case("positions: learned, concatenated", position_mode="concat")
     few: Options = {"position_mode": "concat", "d_positions": 3}
     yield case("positions: sinusoidal, concatenated", positions="sinusoidal", **few)
+    yield case("positions: XL", positions="xl", n_layers=2)
     options: Options = {"label_smoothing": 0.1, "z_loss": 0.3, "ignore_index": 2}
     yield case("dropout and loss options", {"dropout_key": KEY, **options}, dropout=0.3)
     yield case("no norms", norm_placement="none", n_layers=2)
     yield case("ReZero", norm_placement="none", residual_scale=0.0, n_layers=2)
     again: Options = {"activation_checkpointing": True, "n_layers": 2}
     yield case("checkpointing, dropout", {"dropout_key": KEY}, dropout=0.3, **again)
+
+
+def _segments() -> Iterator[Case]:
+    """A segment after a memory, which gets no gradient."""
+
+    def case(note: str, length: int, loss: Options | None = None, **config: Any) -> Case:
+        sizes: Options = {"vocab_size": 13, "n_layers": 2, "d_model": 6, "n_heads": 2, "max_len": 4}
+        model = GPT(**sizes | {"d_ff": 11, "positions": "xl", "memory_len": 3} | config).network
+
+        def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
+            tokens, targets = rng.integers((5, 4), high=13), rng.integers((5, 4), high=13)
+            inputs = rng.normal((5, 3, 6)), rng.normal((5, 3, 6))
+            memory: Options = {"inputs": inputs, "length": length}
+            data: Options = {"tokens": tokens, "targets": targets, **memory}
+            fn = partial(_segment_loss, model, **data, **loss or {})
+            return fn, (random(rng, model.init()),)
+
+        return Case("models", f"LanguageModel: segment, {note}", make)
+
+    yield case("full memory", 3)
+    yield case("memory of two tokens, post-norm", 2, norm_placement="post")
+    yield case("empty memory", 0)
+    again: Options = {"activation_checkpointing": True, "dropout": 0.3}
+    yield case("checkpointing, dropout", 3, {"dropout_key": KEY}, **again)
+
+
+def _segment_loss(
+    model: LanguageModel, params: Any, *, inputs: Any, length: int, **data: Any
+) -> tuple[Array, Any]:
+    """The loss of a segment after the last `length` of `inputs`, without the next memory."""
+    loss, cache, _ = model.segment_loss(params, memory=SegmentMemory(inputs, length), **data)
+    return loss, cache
 
 
 def _transformer() -> Iterator[Case]:

@@ -54,11 +54,11 @@ def why_not_compiled(network: Any, backend: Backend, most: int) -> str | None:
     is_pair = isinstance(network, EncoderDecoder)
     if is_pair and backend.graphs:
         return "the model is an encoder-decoder"
-    if any(
-        config.attn.shaw_max_distance is not None
-        for config in (network.decoder if is_pair else network.blocks)
-    ):
+    configs = network.decoder if is_pair else network.blocks
+    if any(config.attn.shaw_max_distance is not None for config in configs):
         return "Shaw's relative positions depend on the number of keys"
+    if any(config.attn.xl for config in configs):
+        return "Transformer-XL's relative positions depend on the number of keys"
     if most > _steady(network):
         return f"RoPE frequencies change after {network.rotary.max_unscaled_len} tokens"
     if backend.compiled(lambda: None, ()) is None:

@@ -286,7 +286,9 @@ def _bridges(network: Any) -> bool:
     if isinstance(network, EncoderDecoder):
         return False  # targets have no padding mask
     near = any(
-        config.attn.window is not None or config.attn.shaw_max_distance is not None
+        config.attn.window is not None
+        or config.attn.shaw_max_distance is not None
+        or config.attn.xl
         for config in network.blocks
     )
     return not near and not network.alibi and network.relative_bias is None

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         KeyValue,
         KeyValueParams,
         ShawParams,
+        XLParams,
         attention,
         key_value,
     )
@@ -57,6 +58,7 @@ __all__ = [
     "RopeTables",
     "ShawParams",
     "StackParams",
+    "XLParams",
     "add_norm",
     "alibi",
     "attention",
@@ -81,7 +83,7 @@ __all__ = [
 later(
     __name__,
     advance="",
-    attention="AttentionParams KeyValue KeyValueParams ShawParams attention key_value",
+    attention="AttentionParams KeyValue KeyValueParams ShawParams XLParams attention key_value",
     attention_config="AttentionConfig",
     block="BlockConfig BlockParams block",
     blocks="blocks",

@@ -12,6 +12,7 @@ from xformer.checks import require_sizes
 from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.linear import BiasParams, LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
+from xformer.layers.positions import distances
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import require_array, require_like
 from xformer.showing import short
@@ -37,6 +38,15 @@ class ShawParams(NamedTuple):
 
 
 @short
+class XLParams(NamedTuple):
+    """Parameters of Transformer-XL's relative positions (`ops.xl_attention`)."""
+
+    r: LinearParams  # (D, G * K), of the encodings of distances to keys
+    content_bias: Array  # (H, K)
+    position_bias: Array  # (H, K)
+
+
+@short
 class AttentionParams(NamedTuple):
     """Parameters of `attention`. K and M need not be D / H, and M need not be K."""
 
@@ -47,6 +57,7 @@ class AttentionParams(NamedTuple):
     q_norm: NormParams | None = None  # of the queries: of each head (K), or of all heads (H * K)
     sinks: Array | None = None  # (H,), of `ops.sdpa`
     shaw: ShawParams | None = None  # excludes bias, sinks, window and softcap
+    xl: XLParams | None = None  # excludes these, shaw, pos and rotary; causal self-attention only
 
 
 class KeyValue(NamedTuple):
@@ -69,6 +80,7 @@ def attention(
     rotary: layers.RopeTables | None = None,
     qk_norm: NormConfig | None = None,
     kv_cache: KVCache | None = None,
+    segment_memory: Array | None = None,
     mask: Array | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -93,10 +105,19 @@ def attention(
     kv_cache: keys and values of earlier tokens, for self-attention only. S counts them too. They
         have no gradient. The cache's `kv_cache` has all keys and values. If it is static, mask must
         hide the slots that are not written, and there is no backward.
+    segment_memory: (B, N, D), the inputs of this attention at the N positions before x; only with
+        params.xl. It gets no gradient. S = N + T. The cache's `extended` has it and x.
     ValueError for shapes and arguments that do not fit together.
     """
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
     _require_memory(memory, memory_pos, rotary, kv_cache, params)
+    if params.xl is not None:
+        _require_xl(x, memory, causal, kv_cache, segment_memory)
+    elif segment_memory is not None:
+        raise ValueError("attention: segment_memory needs params.xl, got None")
+    extended = None
+    if segment_memory is not None:
+        memory = extended = array_namespace(x).concat([segment_memory, x], axis=1)
     qk_options: Any = {"rotary": rotary, "config": qk_norm}
     kv_params: Any = params.kv
     of_x = (params.q, kv_params.k, kv_params.v) if memory is None else (params.q,)
@@ -135,19 +156,27 @@ def attention(
     extras = {"bias": bias, "sinks": params.sinks, "window": window, "softcap": softcap}
     k, v = kv
     core: Any
-    if params.shaw is None:
+    r_cache: Any = None
+    tables: tuple[Any, ...] = (params.sinks,)
+    if params.xl is not None:
+        _require_no("xl", {**extras, "shaw": params.shaw, "pos": pos, "rotary": rotary})
+        encodings = distances(k.shape[2], x.shape[-1], like=x)[None, ...]  # (1, S, D)
+        r, r_cache = linear(encodings, params.xl.r)
+        r, tables = split_heads(r, n_kv_heads)[0, ...], params.xl[1:]
+        ctx, core = ops.xl_attention(q, k, v, r, *map(value, tables), **options)
+    elif params.shaw is not None:
+        _require_no("shaw", extras)
+        tables = params.shaw
+        ctx, core = ops.shaw(q, k, v, *map(value, tables), **options)
+    else:
         sinks = value(params.sinks)
         ctx, core = ops.sdpa(q, k, v, bias, sinks, window=window, softcap=softcap, **options)
-    else:
-        _require_no("shaw", extras)
-        ctx, core = ops.shaw(q, k, v, value(params.shaw.k), value(params.shaw.v), **options)
     y, o_cache = merge_heads(ctx, x.ndim), None
     if params.o is not None:
         y, o_cache = linear(y, params.o)
-    tables = (params.sinks,) if params.shaw is None else params.shaw
     frozen = tuple(isinstance(table, Frozen) for table in tables)
-    caches = (maps, q_cache, kv_saved, core, o_cache)
-    return y, AttentionCache(*caches, frozen, kv_cache, n_new)
+    caches = (maps, q_cache, kv_saved, core, r_cache, o_cache)
+    return y, AttentionCache(*caches, frozen, kv_cache, n_new, extended)
 
 
 @short
@@ -161,11 +190,13 @@ class AttentionCache(NamedTuple):
     q: HeadsCache
     # Self-attention: KeyValueHeadsCache. A memory (B, S, D): KeyValueSaved. A KeyValue: None.
     kv: KeyValueHeadsCache | KeyValueSaved | None
-    core: Any  # of `ops.sdpa` or `ops.shaw`
+    core: Any  # of `ops.sdpa`, `ops.shaw` or `ops.xl_attention`
+    r: Any  # of the projection of distances; None without params.xl
     o: Any  # of the output projection; None: there is none
-    frozen: tuple[bool, ...]  # whether the sinks, or each of Shaw's tables, are frozen
+    frozen: tuple[bool, ...]  # whether the sinks, or each of the tables of Shaw or XL, are frozen
     kv_cache: KVCache | None  # with the keys and values of x
     n_new: int  # the number of new keys, after those of the KV cache
+    extended: Array | None  # (B, N + T, D), the segment memory and x; None without a memory
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order."""
@@ -188,16 +219,24 @@ class AttentionCache(NamedTuple):
             dx, (dq,) = self.maps.backward(dq)
             if self.kv is not None:
                 dmemory, dkv, dmemory_pos = self.kv.backward(dk, dv)
-        dbias, dsinks, dshaw = self._tables(dtables)
-        dparams = AttentionParams(dq, dkv, do, dq_norm, dsinks, dshaw)
+            if self.extended is not None:  # the part of the memory is dropped
+                n_earlier = dmemory.shape[1] - dx.shape[1]
+                dx, dmemory = dx + dmemory[:, n_earlier:, :], None
+        dbias, *dpositions = self._tables(dtables)
+        dparams = AttentionParams(dq, dkv, do, dq_norm, *dpositions)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
     def _tables(self, grads: list[Any]) -> tuple[Any, ...]:
-        """Gradients of bias, sinks and shaw, from the core's last two gradients."""
+        """Gradients of bias, sinks, shaw and xl, from the core's gradients after q, k and v."""
         if len(self.frozen) == 1:
-            return grads[0], None if self.frozen[0] else grads[1], None
-        trained = (None if f else grad for f, grad in zip(self.frozen, grads, strict=True))
-        return None, None, ShawParams(*trained)
+            return grads[0], None if self.frozen[0] else grads[1], None, None
+        *dr, first, second = grads
+        pair = zip(self.frozen, (first, second), strict=True)
+        trained = [None if is_frozen else grad for is_frozen, grad in pair]
+        if self.r is None:
+            return None, None, ShawParams(*trained), None
+        _, dr_params = self.r.backward(merge_heads(dr[0][None, ...]))
+        return None, None, None, XLParams(dr_params, *trained)
 
 
 def key_value(
@@ -345,9 +384,38 @@ def _require_no(what: str, extras: dict[str, Any]) -> None:
 
 
 def _require_mask(mask: Array | None, params: AttentionParams) -> None:
-    if mask is None or params.shaw is not None:
-        what = "a mask" if mask is None else "no params.shaw, which depends on the number of keys"
-        raise ValueError(f"attention: a static KV cache needs {what}")
+    if mask is None:
+        raise ValueError("attention: a static KV cache needs a mask")
+    for name in ("shaw", "xl"):
+        if getattr(params, name) is not None:
+            raise ValueError(
+                f"attention: a static KV cache needs no params.{name}, which depends on the number "
+                "of keys"
+            )
+
+
+def _require_xl(
+    x: Array,
+    memory: Any,
+    causal: bool,
+    kv_cache: KVCache | None,
+    segment_memory: Array | None,
+) -> None:
+    """ValueError unless the attention is causal self-attention, after one memory at most."""
+    if memory is not None or not causal:
+        what = "a memory" if memory is not None else "causal = False"
+        raise ValueError(f"attention: params.xl needs causal self-attention, got {what}")
+    if segment_memory is None:
+        return
+    if kv_cache is not None:
+        raise ValueError("attention: segment_memory and kv_cache exclude each other, got both")
+    require_like("attention", "segment_memory", segment_memory, x)
+    wanted = (x.shape[0], x.shape[2])
+    if segment_memory.ndim != 3 or (segment_memory.shape[0], segment_memory.shape[2]) != wanted:
+        raise ValueError(
+            f"attention: segment_memory must be (B, N, D) with B = {wanted[0]}, D = {wanted[1]} "
+            f"(from x), got shape {tuple(segment_memory.shape)}"
+        )
 
 
 def _last_keys(x: Array | None, n: int) -> Array | None:

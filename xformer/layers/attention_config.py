@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_cap, require_sizes
 from xformer.initializers import Draw, xavier_uniform
-from xformer.layers.attention import AttentionParams, KeyValueParams, ShawParams
+from xformer.layers.attention import AttentionParams, KeyValueParams, ShawParams, XLParams
 from xformer.layers.linear import BiasParams, LinearParams
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.ops._attention import window_of
@@ -17,8 +17,8 @@ from xformer.ops._attention import window_of
 class AttentionConfig:
     """The configuration of a block's attention. ValueError for options that do not fit together.
 
-    `window`, `sinks` and `shaw_max_distance` are for the self-attention only. The other options are
-    for the cross-attention too.
+    `window`, `sinks`, `shaw_max_distance` and `xl` are for the self-attention only. The other
+    options are for the cross-attention too.
     """
 
     d_model: int
@@ -37,6 +37,8 @@ class AttentionConfig:
     sinks: bool = False  # a learned sink for each head
     # L of Shaw's relative positions (arXiv:1803.02155)
     shaw_max_distance: int | None = None
+    # Relative positions of Transformer-XL (arXiv:1901.02860). Each layer has biases of its own.
+    xl: bool = False
     dropout: float = 0.0  # of the probabilities
 
     def __post_init__(self) -> None:
@@ -59,6 +61,11 @@ class AttentionConfig:
             require_sizes("attention", 0, shaw_max_distance=self.shaw_max_distance)
             if self.sinks or (self.window, self.softcap) != (None, None):
                 raise ValueError("attention: shaw_max_distance excludes sinks, window and softcap")
+        if self.xl:
+            others = ("sinks", "window", "softcap", "shaw_max_distance")
+            values = {name: getattr(self, name) for name in others}
+            if present := [n for n, v in values.items() if v is not None and v is not False]:
+                raise ValueError(f"attention: xl excludes {', '.join(present)}")
         if self.n_heads % self.kv_heads:
             raise ValueError(
                 f"attention: n_kv_heads = {self.kv_heads} must divide {self.n_heads} heads"
@@ -116,6 +123,11 @@ class AttentionConfig:
             widths = (self.head_width, self.value_width)
             tables = (draw(rng, (2 * self.shaw_max_distance + 1, width)) for width in widths)
             params = params._replace(shaw=ShawParams(*tables))
+        if self.xl:
+            shape = (self.d_model, self.kv_heads * self.head_width)
+            r = LinearParams.init(rng, shape, draw=draw, bias=False)
+            biases = (rng.full((self.n_heads, self.head_width), 0.0) for _ in range(2))
+            params = params._replace(xl=XLParams(r, *biases))
         return params
 
     def cross_init(

@@ -184,6 +184,7 @@ def block(
     config: BlockConfig,
     rotary: layers.RopeTables | None = None,
     kv_cache: KVCache | None = None,
+    segment_memory: Array | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
@@ -196,7 +197,7 @@ def block(
     x, y: (B, T, D), or one sequence (T, D)
     memory: (B, S, D) or (S, D), or a KeyValue, which several layers may share; needed if and only
         if params.cross is given
-    bias, mask, causal, rotary, kv_cache: of the self-attention
+    bias, mask, causal, rotary, kv_cache, segment_memory: of the self-attention
     pos, memory_pos: added to queries, keys and values (`layers.attention`)
     memory_mask: of the cross-attention
     dropout_key: None: no dropout
@@ -212,6 +213,7 @@ def block(
         config=config,
         rotary=rotary,
         kv_cache=kv_cache,
+        segment_memory=segment_memory,
         mask=mask,
         causal=causal,
         memory_mask=memory_mask,
@@ -232,6 +234,7 @@ def block_terms(
     config: BlockConfig,
     rotary: layers.RopeTables | None = None,
     kv_cache: KVCache | None = None,
+    segment_memory: Array | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
@@ -265,6 +268,7 @@ def block_terms(
     def attend(x: Array) -> tuple[Array, Any]:
         options: Any = {"mask": mask, "causal": causal, "window": config.attn.window}
         options |= {"rotary": rotary, "kv_cache": kv_cache, "dropout_key": keys[0]}
+        options["segment_memory"] = segment_memory
         return attention(x, params.attn, None, bias, pos, **options, **attn_options)
 
     def attend_memory(x: Array) -> tuple[Array, Any]:
@@ -326,6 +330,12 @@ class BlockCache(NamedTuple):
         kv_cache: KVCache = self.attn.sublayer.kv_cache
         return kv_cache
 
+    @property
+    def extended(self) -> Array | None:
+        """The segment memory of the self-attention, followed by its input."""
+        extended: Array | None = self.attn.sublayer.extended
+        return extended
+
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
@@ -360,6 +370,11 @@ class ParallelBlockCache(NamedTuple):
     def kv_cache(self) -> KVCache:
         """Keys and values of the self-attention so far."""
         return self.both.first.kv_cache
+
+    @property
+    def extended(self) -> Array | None:
+        """The segment memory of the self-attention, followed by its input."""
+        return self.both.first.extended
 
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos; None for the memory's.

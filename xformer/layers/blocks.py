@@ -27,6 +27,7 @@ def blocks(
     configs: Sequence[BlockConfig],
     rotary: layers.RopeTables | None = None,
     kv_cache: Sequence[KVCache] | None = None,
+    segment_memory: Sequence[Array] | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
@@ -42,6 +43,8 @@ def blocks(
     bias, pos, memory_pos, rotary, mask, causal, memory_mask, dropout_key: of `layers.block`
     configs: of each layer
     kv_cache: of each layer; then nothing is saved for backward
+    segment_memory: of each layer (`layers.attention`). The cache's `extended` has it, followed by
+        the inputs of the layer's attention.
     activation_checkpointing: each block saves only its arguments, and runs again in backward
     ValueError for shapes and numbers that do not fit.
     """
@@ -53,7 +56,13 @@ def blocks(
             f"blocks: memory must be one for all layers, or a KeyValue for each of {len(configs)}, "
             f"got {len(memories)}"
         )
+    if segment_memory is not None and len(segment_memory) != len(configs):
+        raise ValueError(
+            f"blocks: segment_memory must have an array for each of {len(configs)} layers, "
+            f"got {len(segment_memory)}"
+        )
     caches: list[Any] = []
+    extended: list[Any] = []
     run: Any = block_terms
     if activation_checkpointing and kv_cache is None:
         from xformer.layers.checkpoint import checkpointed as run
@@ -70,15 +79,18 @@ def blocks(
             config=config,
             rotary=rotary,
             kv_cache=None if kv_cache is None else kv_cache[i],
+            segment_memory=None if segment_memory is None else segment_memory[i],
             mask=mask,
             causal=causal,
             memory_mask=memory_mask,
             dropout_key=None if dropout_key is None else dropout_key.at(SITES * i),
         )
         caches.append(cache if kv_cache is None else cache.kv_cache)
+        if segment_memory is not None:
+            extended.append(cache.extended)
     y = summed(x, r)
     if kv_cache is None:
-        return y, BlocksCache(tuple(caches), order, memory_each, ())
+        return y, BlocksCache(tuple(caches), order, memory_each, (), tuple(extended))
     return y, BlocksCache((), order, memory_each, tuple(caches))
 
 
@@ -90,6 +102,7 @@ class BlocksCache(NamedTuple):
     order: tuple[int, ...]  # the index of each layer's block
     own_memory: bool  # whether there was a memory for each layer
     kv_cache: tuple[KVCache, ...]  # of each layer, if one was given; then there is no backward
+    extended: tuple[Array, ...] = ()  # of each layer, if there was a segment memory
 
     def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.

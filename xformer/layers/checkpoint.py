@@ -32,7 +32,8 @@ def checkpointed(
     router = None
     if config.experts is not None:
         router = RouterCache(cache.router.router_logits, cache.router.ids)
-    return (y, None), CheckpointCache(args, config, dropout_key, options, router)
+    extended = None if options.get("segment_memory") is None else cache.extended
+    return (y, None), CheckpointCache(args, config, dropout_key, options, router, extended)
 
 
 @short
@@ -47,7 +48,8 @@ class RouterCache(NamedTuple):
 class CheckpointCache(NamedTuple):
     """Saved by `checkpointed` for backward: the arguments of the block.
 
-    Only x is an extra array: the others are parameters, or shared by all blocks.
+    Only x is an extra array: the others are parameters, or shared by all blocks. With a segment
+    memory, the next memory needs one more.
     """
 
     args: tuple[Any, ...]  # x, params, memory, bias, pos, memory_pos
@@ -55,6 +57,7 @@ class CheckpointCache(NamedTuple):
     dropout_key: ops.RandomKey | None
     options: dict[str, Any]
     router: RouterCache | None
+    extended: Array | None  # of `attention`, for the next segment memory
 
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.

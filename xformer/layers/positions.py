@@ -27,6 +27,16 @@ def sinusoidal(length: int, width: int, *, like: Array) -> Array:
     return xp.reshape(table, (length, width))  # an empty list of rows has no width
 
 
+def distances(n: int, width: int, *, like: Array) -> Array:
+    """p (n, D): the sinusoidal encodings of the distances n - 1, ..., 1, 0; D = width.
+
+    For `ops.xl_attention`. ValueError for negative sizes.
+    """
+    # Few tables, although decoding asks for one more distance with each token.
+    length = n if n < 2 else 1 << (n - 1).bit_length()
+    return array_namespace(like).flip(sinusoidal(length, width, like=like)[:n, :], axis=0)
+
+
 @functools.lru_cache(maxsize=8)
 def _table(length: int, width: int) -> Any:
     # In float64 on the host: at large t, a float32 angle has a larger error than rounding.

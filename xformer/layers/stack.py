@@ -88,6 +88,7 @@ def stack(
     rotary: layers.RopeTables | None = None,
     kv_cache: Sequence[KVCache] | None = None,
     n_cached: int | Array = 0,
+    segment_memory: Sequence[Array] | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
@@ -110,6 +111,7 @@ def stack(
         saved for backward.
     n_cached: the number of tokens before x, including those that windows have dropped; for a static
         KV cache an integer array (). It is used only with relative_bias.
+    segment_memory: of each layer, of `layers.blocks`
     dropout_rate: of y
     activation_checkpointing: each block saves only its arguments, and runs again in backward; the
         gradients are the same
@@ -145,6 +147,7 @@ def stack(
         configs=configs,
         rotary=rotary,
         kv_cache=kv_cache,
+        segment_memory=segment_memory,
         mask=mask,
         causal=causal,
         memory_mask=memory_mask,

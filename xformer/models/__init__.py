@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from xformer.models.language_model import LanguageModel, LanguageModelParams
     from xformer.models.lm_head import LMHead
+    from xformer.models.segment_memory import SegmentMemory
     from xformer.models.transformer import Transformer
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "MaskedLMHead",
     "MaskedLMHeadParams",
     "Pooler",
+    "SegmentMemory",
     "Transformer",
 ]
 
@@ -42,5 +44,6 @@ later(
     heads="Classifier ClassifierParams Head MaskedLMHead MaskedLMHeadParams Pooler",
     language_model="LanguageModel LanguageModelParams",
     lm_head="LMHead",
+    segment_memory="SegmentMemory",
     transformer="Transformer",
 )

@@ -37,6 +37,9 @@ def decode(
     if model.rotary is not None:
         length = state.rope_length or 0
         rotary = layers.rope_tables(model.rotary, like=x, length=length, positions=positions)
+    kv_cache = state.static_kv_cache() if state.is_static else state.kv_cache
+    if model.memory_len is not None and not state.is_static:
+        kv_cache = tuple(layer.last(model.memory_len) for layer in kv_cache)
     x, kv_cache = advance(
         x,
         params.stack,
@@ -44,7 +47,7 @@ def decode(
         model._alibi(x, n_keys, state.write_index),
         pos,
         configs=model.blocks,
-        kv_cache=state.static_kv_cache() if state.is_static else state.kv_cache,
+        kv_cache=kv_cache,
         n_cached=state.length,
         relative_bias=model.relative_bias,
         rotary=rotary,

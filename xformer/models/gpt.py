@@ -49,9 +49,12 @@ class GPT:
     norm_placement: str = "pre"
     eps: float = 1e-5
     bias: bool = True
+    # "learned", "sinusoidal", "none"; "xl": relative positions of Transformer-XL in every layer,
+    # with which max_len does not limit a text.
     positions: str = "learned"
     position_mode: str = "add"
     d_positions: int | None = None  # "concat": the width of a position's vector; None: d_model
+    memory_len: int | None = None  # "xl": of `LanguageModel`
     tied: bool = True  # the output head shares the table of the embedding
     dropout: float = 0.0
     # Each block saves only its input, and runs again in backward.
@@ -68,16 +71,22 @@ class GPT:
             raise ValueError(
                 f'GPT: d_positions needs position_mode "concat", got {self.position_mode!r}'
             )
+        if self.positions == "xl" and self.position_mode != "add":
+            raise ValueError(
+                f'GPT: positions "xl" need position_mode "add", got {self.position_mode!r}'
+            )
         self.network  # noqa: B018 - built here for its checks
 
     @cached_property
     def network(self) -> LanguageModel:
         """The `LanguageModel` of this configuration."""
+        is_xl = self.positions == "xl"
         attn = AttentionConfig(
             d_model=self.d_model,
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv_heads,
             bias=self.bias,
+            xl=is_xl,
             dropout=self.dropout,
         )
         d_ff = 4 * self.d_model if self.d_ff is None else self.d_ff
@@ -96,8 +105,8 @@ class GPT:
             vocab_size=self.vocab_size,
             width=self.d_model,
             d_model=self.d_model,
-            max_len=self.max_len,
-            positions=self.positions,
+            max_len=None if is_xl else self.max_len,
+            positions="none" if is_xl else self.positions,
             mode=self.position_mode,
             d_positions=attn.head_width if self.position_mode == "qkv" else d_positions,
             dropout=self.dropout,
@@ -106,6 +115,7 @@ class GPT:
             embed,
             (block,) * self.n_layers,
             head=LMHead(tied=self.tied),
+            memory_len=self.memory_len,
             activation_checkpointing=self.activation_checkpointing,
         )
 

@@ -8,16 +8,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, device
 
-from xformer import backends, layers, models, ops, renamed
+from xformer import backends, layers, models, ops, renamed, tree
 from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_tokens, require_vectors
+from xformer.checks import (
+    number,
+    plain_numbers,
+    require_sizes,
+    require_tokens,
+    require_vectors,
+)
 from xformer.dispatch import inference, saved
 from xformer.initializers import normal
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.kv_cache import KVCache, require_rows, truncated
+from xformer.layers.kv_cache import KVCache, Window, require_rows, truncated
 from xformer.layers.stack import (
     StackParams,
     dropout_streams,
@@ -30,6 +36,7 @@ from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
 from xformer.models.pooled import PooledCache, pool_hidden, require_pooling
 from xformer.models.router_loss import RouterLossCache, router_loss
+from xformer.models.segment_memory import SegmentMemory
 from xformer.models.state import DecodeState, position_ids, require_padding_mask
 from xformer.ops._loss import one
 from xformer.shapes import require_array
@@ -51,7 +58,7 @@ class LanguageModel:
 
     If embed is None, the input is vectors (B, T, D) instead of tokens. The parameters are separate
     data: `init` or `xformer.pretrained.load` returns them. Positions enter through the embedding,
-    `rotary`, `alibi` or `relative_bias`.
+    `rotary`, `alibi`, `relative_bias` or the blocks' attention (`AttentionConfig.xl`).
 
     With a mixture of experts, the loss also has `load_balancing_weight` times `ops.load_balancing`
     and `router_z_weight` times `ops.router_z_loss`, of the routers of all layers together.
@@ -70,6 +77,8 @@ class LanguageModel:
     n_shared_layer_groups: int | None = None
     head: models.Head | None = LMHead()  # noqa: RUF009 - frozen
     out_dropout: float = 0.0  # of the hidden states
+    # M, the earlier positions that a segment attends to (Transformer-XL, `segment`, `decode`).
+    memory_len: int | None = None  # None: no `segment`; `decode` attends to all earlier positions
     load_balancing_weight: float = 0.0
     router_z_weight: float = 0.0
     # Each block saves only its input, and runs again in backward.
@@ -102,6 +111,7 @@ class LanguageModel:
                 f"LanguageModel: n_shared_layer_groups must divide {len(self.blocks)} layers, "
                 f"got {self.n_shared_layer_groups}"
             )
+        self._require_xl()
         if self.alibi and not self.causal:
             raise ValueError("LanguageModel: alibi needs causal attention: it favours later keys")
         number("LanguageModel", "out_dropout", self.out_dropout, low=0, high=1)
@@ -114,6 +124,27 @@ class LanguageModel:
                 f"experts, all with one n_experts and one top_k, "
                 f"got {sorted(routers) or 'no experts'}"
             )
+
+    def _require_xl(self) -> None:
+        """ValueError unless layers with attn.xl are all of them, and have no other positions."""
+        layers_with_xl = [config.attn.xl for config in self.blocks]
+        if self.memory_len is not None:
+            require_sizes("LanguageModel", 0, memory_len=self.memory_len)
+            if not all(layers_with_xl):
+                raise ValueError("LanguageModel: memory_len needs attn.xl in all blocks")
+        if not any(layers_with_xl):
+            return
+        if not self.causal:
+            raise ValueError("LanguageModel: attn.xl needs causal attention")
+        in_embed = self.embed is not None and self.embed.positions != "none"
+        others = {
+            "positions in the embedding": in_embed,
+            "rotary": self.rotary is not None,
+            "alibi": self.alibi,
+            "relative_bias": self.relative_bias is not None,
+        }
+        if present := [name for name, is_there in others.items() if is_there]:
+            raise ValueError(f"LanguageModel: attn.xl excludes {', '.join(present)}")
 
     n_groups = renamed.attribute("n_shared_layer_groups")
     balance = renamed.attribute("load_balancing_weight")
@@ -193,6 +224,17 @@ class LanguageModel:
             types=types,
             dropout_key=dropout_key,
         )
+        return self._logits(params, x, hidden, mask, dropout_key)
+
+    def _logits(
+        self,
+        params: LanguageModelParams,
+        x: Array,
+        hidden: HiddenCache,
+        mask: Array | None,
+        dropout_key: ops.RandomKey | None,
+    ) -> tuple[Array, LanguageModelCache]:
+        """The head of the hidden states x, and the cache of both."""
         head_cache: Any = None
         if self.head is None:
             require_present("LanguageModel", "params.head", params.head, False)
@@ -223,8 +265,12 @@ class LanguageModel:
         positions: Array | None = None,
         types: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
+        memory: SegmentMemory | None = None,
     ) -> tuple[Array, HiddenCache]:
-        """The hidden states (B, T, D), without the head. For the arguments see `forward`."""
+        """The hidden states (B, T, D), without the head. For the arguments see `forward`.
+
+        memory: of the segments before; then `cache.stack.layers.extended` is for the next one
+        """
         require_array("LanguageModel", "tokens", tokens)
         n_blocks = (
             len(self.blocks) if self.n_shared_layer_groups is None else self.n_shared_layer_groups
@@ -250,6 +296,7 @@ class LanguageModel:
             rotary=self._rotary(x, length, positions, math.inf if are_given else length),
             mask=None if mask is None else mask[:, None, None, :],
             causal=self.causal,
+            segment_memory=None if memory is None else memory.written,
             dropout_rate=self.out_dropout,
             dropout_key=keys[1],
             activation_checkpointing=self.activation_checkpointing,
@@ -363,7 +410,9 @@ class LanguageModel:
         """
         if state.is_static:
             return state._replace(length=state.truncated_length(n))
-        windows = [config.attn.window for config in self.blocks]
+        windows: list[Window | None] = [config.attn.window for config in self.blocks]
+        if self.memory_len is not None:
+            windows = [(self.memory_len, None)] * len(self.blocks)
         kv_cache = truncated(state.kv_cache, windows, length=state.length, n=n)
         length = state.length - n
         mask = None if state.mask is None else state.mask[:, :length]
@@ -413,13 +462,30 @@ class LanguageModel:
         options: of `ops.cross_entropy`
         For the other arguments and errors see `forward`.
         """
+        self._require_loss()
+        inputs: Any = {"mask": mask, "positions": positions, "types": types}
+        x, hidden = self.hidden(params, tokens, dropout_key=dropout_key, **inputs)
+        return self._loss(params, x, hidden, targets, mask, dropout_key, options)
+
+    def _require_loss(self) -> None:
         if self.head is None or not hasattr(self.head, "loss"):
             got = type(self.head).__name__
             raise ValueError(f"LanguageModel: a loss needs a head that gives logits, got {got}")
-        inputs: Any = {"mask": mask, "positions": positions, "types": types}
-        x, hidden = self.hidden(params, tokens, dropout_key=dropout_key, **inputs)
+
+    def _loss(
+        self,
+        params: LanguageModelParams,
+        x: Array,
+        hidden: HiddenCache,
+        targets: Array,
+        mask: Array | None,
+        dropout_key: ops.RandomKey | None,
+        options: dict[str, Any],
+    ) -> tuple[Array, LossCache[LanguageModelParams] | BalancedLossCache]:
+        """The loss of the hidden states x, and the cache of both."""
+        head: Any = self.head
         around = self._around_head(params, mask, dropout_key)
-        loss, top = self.head.loss(x, params.head, targets=targets, **around, **options)
+        loss, top = head.loss(x, params.head, targets=targets, **around, **options)
         cache: LossCache[LanguageModelParams]
         cache = LossCache(saved(LanguageModelCache(hidden, top)), loss)
         if not (self.load_balancing_weight or self.router_z_weight):
@@ -427,6 +493,80 @@ class LanguageModel:
         weights = self.load_balancing_weight, self.router_z_weight
         more, routers = router_loss(self.blocks, hidden.stack, mask, weights)
         return loss + more, BalancedLossCache(cache, routers)
+
+    def init_memory(self, params: LanguageModelParams, batch_size: int) -> SegmentMemory:
+        """The empty memory of `batch_size` texts, for `segment` and `segment_loss`.
+
+        ValueError if memory_len is None.
+        """
+        if self.memory_len is None:
+            raise ValueError("init_memory: the model must have a memory_len, got None")
+        (batch_size,) = require_sizes("init_memory", 0, batch_size=batch_size)
+        like = tree.value(next(iter(tree.flatten(params.stack).values())))
+        shape = (batch_size, self.memory_len, self.d_model)
+        zeros = array_namespace(like).zeros(shape, dtype=like.dtype, device=device(like))
+        return SegmentMemory((zeros,) * len(self.blocks), 0)
+
+    def segment(
+        self,
+        params: LanguageModelParams,
+        tokens: Array,
+        memory: SegmentMemory,
+        *,
+        dropout_key: ops.RandomKey | None = None,
+    ) -> tuple[Array, LanguageModelCache, SegmentMemory]:
+        """Logits of the next segment of each text, their cache, and the memory after it.
+
+        Queries attend to the memory and to the segment up to themselves (arXiv:1901.02860, section
+        3.2). The memory gets no gradient. If memory_len is at least the length of the text, the
+        logits of all segments are those of `forward` for the whole text.
+
+        tokens: (B, T) integers in [0, V); T may differ between calls
+        memory: of `init_memory`, or of the segment before
+        dropout_key: None: no dropout
+        ValueError or TypeError for other arguments.
+        """
+        x, hidden, memory = self._segment(params, tokens, memory, dropout_key)
+        logits, cache = self._logits(params, x, hidden, None, dropout_key)
+        return logits, cache, memory
+
+    def segment_loss(
+        self,
+        params: LanguageModelParams,
+        tokens: Array,
+        targets: Array,
+        memory: SegmentMemory,
+        *,
+        dropout_key: ops.RandomKey | None = None,
+        **options: Any,
+    ) -> tuple[Array, LossCache[LanguageModelParams] | BalancedLossCache, SegmentMemory]:
+        """The loss of the next segment of each text, its cache, and the memory after it.
+
+        targets: (B, T) integers in [0, V)
+        options: of `ops.cross_entropy`
+        For the other arguments and errors see `segment`, for the loss see `loss`.
+        """
+        self._require_loss()
+        x, hidden, memory = self._segment(params, tokens, memory, dropout_key)
+        loss, cache = self._loss(params, x, hidden, targets, None, dropout_key, options)
+        return loss, cache, memory
+
+    def _segment(
+        self,
+        params: LanguageModelParams,
+        tokens: Array,
+        memory: SegmentMemory,
+        dropout_key: ops.RandomKey | None,
+    ) -> tuple[Array, HiddenCache, SegmentMemory]:
+        """The hidden states of a segment, their cache, and the memory after it."""
+        if self.memory_len is None:
+            raise ValueError("segment: the model must have a memory_len, got None")
+        if len(memory.inputs) != len(self.blocks):
+            raise ValueError(
+                f"segment: memory must be of {len(self.blocks)} layers, got {len(memory.inputs)}"
+            )
+        x, hidden = self.hidden(params, tokens, dropout_key=dropout_key, memory=memory)
+        return x, hidden, memory.advanced(hidden.stack.layers.extended)
 
     @renamed.arguments(how="pooling")
     def pooled(
