@@ -51,8 +51,8 @@ def unsupported(
     activation_checkpointing: bool = False,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
-    if kv_cache is not None or segment_memory is not None:
-        return "there is a KV cache or a segment memory"
+    if kv_cache is not None:
+        return "there is a KV cache"
     is_batch, memories = _is_array(x) and x.ndim == 3, tree.flatten((memory,)).values()
     if not is_batch or not all(_is_array(a) and a.shape[:1] == x.shape[:1] for a in memories):
         return "x and memory are not batches of one size"
@@ -69,6 +69,8 @@ def unsupported(
         for config in configs
     ):
         return "dropout: its mask depends on the index in the whole batch"
+    if segment_memory is not None:
+        return "there is a segment memory"
     return unsupported_batch(n, x.shape[1])
 
 

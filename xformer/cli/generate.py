@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 import warnings
@@ -11,7 +12,7 @@ from itertools import tee
 from typing import Any
 
 from xformer import backends
-from xformer.checks import require_id
+from xformer.checks import require_id, require_sizes
 from xformer.cli.models import Found, opened, start_id
 from xformer.cli.output import is_lost
 from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
@@ -59,6 +60,8 @@ def add_parser(subparsers: Any) -> None:
     several = "generate N texts in one batch, each by other random numbers (default: 1); with "
     several += "--beams, the N best"
     add("--num-samples", type=int, default=1, metavar="N", help=several)
+    memory = "earlier tokens that are attended to, if the model has a memory (default: as trained)"
+    add("--memory", type=int, metavar="N", help=memory)
     ends = "stop before this text; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=ends)
     add(
@@ -90,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuations; then, on stderr, the tokens per second."""
     choice(args, Settings())  # raises for bad options before a model is read
     _require_precision(args)
-    loaded = _rounded(opened(args), args)
+    loaded = _with_memory(_rounded(opened(args), args), args)
     network = network_of("generate", loaded.model)
     settings = settings_of(network)
     chosen, ends = choice(args, settings), _ends(args, loaded, network)
@@ -98,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
     is_target = isinstance(network, EncoderDecoder)
     first = start_id(loaded) if is_target else None
     start = time.perf_counter()
-    ids_read = prompt[-network.context :] if loaded.slides else prompt
+    slides = loaded.slides and network.context is not None
+    ids_read = prompt[-network.context :] if slides else prompt
     try:
         text = prefill(network, loaded.params, [ids_read], start_id=first)
     except TypeError as error:
@@ -141,6 +145,16 @@ def _rounded(loaded: Found, args: argparse.Namespace) -> Found:
     """The model with its parameters stored in --precision."""
     backend = backends.get(args.backend, args.device)
     return loaded._replace(params=backend.cast_params(loaded.params, args.precision))
+
+
+def _with_memory(loaded: Found, args: argparse.Namespace) -> Found:
+    """The model with a segment memory of --memory tokens. ValueError if it has none."""
+    if args.memory is None:
+        return loaded
+    if getattr(loaded.model.network, "memory_len", None) is None:
+        raise ValueError("--memory: the model has no memory (xformer train --positions xl)")
+    require_sizes("generate", 0, **{"--memory": args.memory})
+    return loaded._replace(model=dataclasses.replace(loaded.model, memory_len=args.memory))
 
 
 def write(pieces: Iterable[str], prompt: str) -> None:

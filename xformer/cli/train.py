@@ -87,7 +87,7 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
             params = fixup(params, n_branches=2 * job.model.n_layers)
     else:
         params = train_from.first_params(options)
-    state = run.begin(start(params, job.config), options.resume_step)
+    state = run.begin(start(params, job.config, loss=job.loss), options.resume_step)
     _introduce(job, state, options)
     if options.origin is not None and not state.step:
         run.save(state)  # from now on the run does not need the folder of --from

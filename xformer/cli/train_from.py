@@ -77,7 +77,8 @@ def usual(path: str) -> Usual:
     """Sizes and context length of the model in a folder; if it is pretrained, a learning rate."""
     model = origin_of(path).model
     network = model.network
-    block, most, length = network.blocks[0], network.context, context(model)
+    block, most = network.blocks[0], network.context
+    length = model.max_len if isinstance(model, GPT) else context(model)
     options = {
         "layers": len(network.blocks),
         "d_model": network.d_model,

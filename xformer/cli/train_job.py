@@ -19,12 +19,14 @@ from xformer.training import (
     Characters,
     Corpus,
     Loss,
+    Streams,
     TrainConfig,
     Windows,
     load_corpus,
     load_vocabulary,
     loss_of,
     named_vocabulary,
+    segment_loss_of,
     unigram_loss,
 )
 from xformer.training.dashboards import require_dashboard
@@ -40,8 +42,8 @@ class Job(NamedTuple):
     model: Any  # a GPT; with --from it may be a LanguageModel
     loss: Loss
     corpus: Corpus
-    source: Windows
-    validation: Windows
+    source: Windows | Streams
+    validation: Windows | Streams
     held_out: Held
     config: TrainConfig
     backend: backends.Backend
@@ -80,24 +82,23 @@ def job_of(options: argparse.Namespace) -> Job:
     config = config_of(options)
     origin = None if options.origin is None else train_from.origin(options)
     words = _words(options) if origin is None else origin.vocabulary
+    memory = options.memory if origin is None else origin.model.network.memory_len
     with progress() as report:
         corpus = load_corpus(options.data, words, progress=report)
-        source, validation = (_windows(corpus, i, options) for i in (0, 1))
+        source, validation = (_source(corpus, i, options, memory) for i in (0, 1))
         # Raises for damaged tokens, before a folder is made.
         baseline = unigram_loss(corpus, report)
     sizes = (options.layers, options.d_model, options.heads, options.max_len)
     model: Any = None if origin is None else origin.model
     if model is None:
         names = ("positions", "position_mode", "norm_placement", "residual_scale", "dropout")
-        model = GPT(
-            corpus.vocabulary.size, *sizes, **{name: getattr(options, name) for name in names}
-        )
+        chosen: Any = {name: getattr(options, name) for name in names}
+        model = GPT(corpus.vocabulary.size, *sizes, memory_len=memory, **chosen)
     prompt = PROMPT
     if options.data is not None:
         prompt = corpus.vocabulary.decode(corpus.validation[:PROMPT_LENGTH].tolist())
-    loss = loss_of(
-        dataclasses.replace(model, activation_checkpointing=options.activation_checkpointing)
-    )
+    trained = dataclasses.replace(model, activation_checkpointing=options.activation_checkpointing)
+    loss = loss_of(trained) if memory is None else segment_loss_of(trained)
     held_out = Held(list(validation.held_out(config.eval_batches)))
     fields = (model, loss, corpus, source, validation, held_out, config)
     return Job(*fields, backend, prompt, baseline)
@@ -115,8 +116,13 @@ def _words(options: argparse.Namespace) -> Any:
     return named_vocabulary(options.tokenizer)
 
 
-def _windows(corpus: Corpus, i: int, options: argparse.Namespace) -> Windows:
-    """Windows of the training part (i = 0) or the validation part (i = 1) of the corpus."""
+def _source(
+    corpus: Corpus, i: int, options: argparse.Namespace, memory: int | None
+) -> Windows | Streams:
+    """Windows of the training part (i = 0) or the validation part (i = 1) of the corpus.
+
+    memory: None unless the model has a segment memory, which needs streams
+    """
     tokens, name = corpus[:2][i], ("training", "validation")[i]
     if not len(tokens):
         raise ValueError(
@@ -125,8 +131,11 @@ def _windows(corpus: Corpus, i: int, options: argparse.Namespace) -> Windows:
         )
     sha256 = None if corpus.sha256 is None else corpus.sha256[i]
     try:
-        return Windows(tokens, options.max_len, options.batch, options.seed, sha256)
+        if memory is None:
+            return Windows(tokens, options.max_len, options.batch, options.seed, sha256)
+        return Streams(tokens, options.max_len, options.batch, sha256)
     except ValueError as error:
-        if len(tokens) > options.max_len:
+        n_rows, hint = (1, "") if memory is None else (options.batch, " or --batch")
+        if len(tokens) > options.max_len * n_rows:
             raise
-        raise ValueError(f"{error} (the {name} part; reduce --max-len)") from error
+        raise ValueError(f"{error} (the {name} part; reduce --max-len{hint})") from error

@@ -53,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "norm_placement": "pre",
     "residual_scale": None,
     "init": "gpt2",
+    "memory": None,
     "dropout": 0.0,
     "accumulate": 1,
     "optimiser": "adamw",
@@ -80,17 +81,17 @@ DEFAULTS: dict[str, Any] = {
 # Options that older runs do not store; these runs used the default.
 ADDED = (
     *("origin", "precision", "deterministic", "compile", "log_to"),
-    *("positions", "position_mode", "norm_placement", "residual_scale", "init"),
+    *("positions", "position_mode", "memory", "norm_placement", "residual_scale", "init"),
 )
 # Types of the options whose default is None.
 TYPES: dict[str, type] = {
     **dict.fromkeys(("origin", "data", "tokenizer", "device", "precision"), str),
     **dict.fromkeys(("weight_decay", "ema", "residual_scale"), float),
-    **dict.fromkeys(("patience", "sample_every"), int),
+    **dict.fromkeys(("patience", "sample_every", "memory"), int),
     "compile": bool,
 }
 DTYPES = ("float32", "float64")
-POSITIONS, MODES = ("learned", "sinusoidal", "none"), ("add", "concat", "qkv")
+POSITIONS, MODES = ("learned", "sinusoidal", "none", "xl"), ("add", "concat", "qkv")
 INITS = ("gpt2", "fixup")
 LOGS = ("none", *MODULES)
 # Options that may differ when a run is resumed: they do not change what is computed.
@@ -101,7 +102,7 @@ FREE = (
 # Options that the model of --from fixes.
 OWN = (
     *("tokenizer", "layers", "d_model", "heads", "dropout"),
-    *("positions", "position_mode", "norm_placement", "residual_scale", "init"),
+    *("positions", "position_mode", "memory", "norm_placement", "residual_scale", "init"),
 )
 OPTIONS = Stored(
     "train",
@@ -164,7 +165,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--d-model", type=int, metavar="N", help=f"width of the model ({usual('d_model')})")
     add("--heads", type=int, metavar="N", help=f"attention heads ({usual('heads')})")
     add("--max-len", type=int, metavar="N", help=f"context length ({usual('max_len')})")
-    add("--positions", choices=POSITIONS, help="vectors of the positions (default: learned)")
+    kinds = "xl: relative ones, and a memory of earlier tokens, as in Transformer-XL"
+    add("--positions", choices=POSITIONS, help=f"{kinds} (default: learned)")
     modes = "add them to the embeddings, concatenate them, or add them to queries, keys and values"
     add("--position-mode", choices=MODES, help=f"{modes} (default: add)")
     add("--norm-placement", choices=NORMS, help="of each block (default: pre)")
@@ -172,6 +174,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--residual-scale", type=float, metavar="X", help=f"{scale} (default: no number)")
     add("--init", choices=INITS, help="initial weights (default: gpt2; fixup: without norms)")
     add("--dropout", type=float, metavar="RATE", help="default: 0")
+    memory = "with --positions xl: earlier tokens that are attended to (default: --max-len)"
+    add("--memory", type=int, metavar="N", help=memory)
     add(
         "--activation-checkpointing",
         action="store_true",
@@ -253,6 +257,11 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError(
             f"--init fixup needs --norm-placement none, got {options['norm_placement']}"
         )
+    if options["positions"] == "xl":
+        options["memory"] = options["max_len"] if options["memory"] is None else options["memory"]
+        require_sizes("train", 0, **{"--memory": options["memory"]})
+    elif options["memory"] is not None:
+        raise ValueError(f"--memory needs --positions xl, got {options['positions']}")
     for name in ("data", "origin"):
         if options[name] is not None:
             options[name] = str(Path(options[name]).absolute())

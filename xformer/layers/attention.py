@@ -410,6 +410,8 @@ def _require_xl(
     if kv_cache is not None:
         raise ValueError("attention: segment_memory and kv_cache exclude each other, got both")
     require_like("attention", "segment_memory", segment_memory, x)
+    if x.ndim != 3:
+        raise ValueError(f"attention: segment_memory needs x (B, T, D), got shape {tuple(x.shape)}")
     wanted = (x.shape[0], x.shape[2])
     if segment_memory.ndim != 3 or (segment_memory.shape[0], segment_memory.shape[2]) != wanted:
         raise ValueError(

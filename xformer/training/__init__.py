@@ -10,12 +10,13 @@ from xformer.training.diverged import Diverged
 from xformer.training.interrupt import interruptible
 from xformer.training.lines import parallel
 from xformer.training.loop import Step, evaluate, start, train
-from xformer.training.loss import Loss, loss_of
+from xformer.training.loss import Loss, loss_of, segment_loss_of
 from xformer.training.pairs import Pairs
 from xformer.training.prepare import load_corpus, prepare
 from xformer.training.rows import Rows
 from xformer.training.run import Run
 from xformer.training.state import State, read_state, write_state
+from xformer.training.streams import Streams
 from xformer.training.texts import Texts, texts
 from xformer.training.token_files import open_corpus
 from xformer.training.vocabulary import (
@@ -42,6 +43,7 @@ __all__ = [
     "Source",
     "State",
     "Step",
+    "Streams",
     "Subwords",
     "Texts",
     "TrainConfig",
@@ -61,6 +63,7 @@ __all__ = [
     "prepare",
     "read_state",
     "save",
+    "segment_loss_of",
     "start",
     "texts",
     "train",

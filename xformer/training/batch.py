@@ -18,12 +18,13 @@ class Batch(NamedTuple):
     masks: dict[str, np.ndarray]
     n_targets: int  # the loss is their mean
     n_tokens: int
+    starts: bool = False  # of `Streams`: the first segments, after which the memory is empty
 
 
 class Source(Protocol):
     """Batches by their number, so that one integer is a run's position in its data.
 
-    A source has no position and never ends. `Windows`, `Pairs` and `Rows` are sources.
+    A source has no position and never ends. `Windows`, `Streams`, `Pairs` and `Rows` are sources.
     """
 
     @property

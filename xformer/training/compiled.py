@@ -14,7 +14,7 @@ from xformer.optim import Optimiser
 from xformer.optim.accumulate import shares, weighted
 from xformer.training.batch import Batch
 from xformer.training.config import TrainConfig
-from xformer.training.loss import ArrayLoss, Loss
+from xformer.training.loss import ArrayLoss, Loss, SegmentLoss
 from xformer.training.state import State
 from xformer.typing import Array
 
@@ -25,6 +25,8 @@ def why_not_compiled(loss: Loss, config: TrainConfig, backend: Backend) -> str |
     """The reason why steps cannot be compiled; None if they can."""
     if config.precision == "float16":
         return "the loss scale of float16 depends on the gradients of the step"
+    if isinstance(loss, SegmentLoss):
+        return "the segment memory grows in the first steps"
     if not isinstance(loss, ArrayLoss):
         return "the loss must be a loss_of(model), which separates its work on the host"
     if backend.compiled(lambda: None, ()) is None:

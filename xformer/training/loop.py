@@ -22,7 +22,7 @@ from xformer.training.batch import Batch
 from xformer.training.compiled import CompiledSteps, Reduce, why_not_compiled
 from xformer.training.config import TrainConfig
 from xformer.training.diverged import Diverged, is_finite, require_sound
-from xformer.training.loss import ArrayLoss, Loss
+from xformer.training.loss import ArrayLoss, Loss, SegmentLoss
 from xformer.training.state import State
 from xformer.typing import Array
 
@@ -56,10 +56,16 @@ class Step(NamedTuple):
         return self.state.params
 
 
-def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) -> State:
+def start(
+    params: Any,
+    config: TrainConfig,
+    optimiser: Optimiser | None = None,
+    loss: Loss | None = None,
+) -> State:
     """The state before the first step.
 
     optimiser: None: the optimiser of config
+    loss: needed if it is a `segment_loss_of(model)`: the state then has an empty segment memory
     ValueError if all parameters are frozen, and for a precision that their backend does not have.
     """
     trained = tree.trained(params)
@@ -73,7 +79,11 @@ def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) 
         optimiser_state = optimiser.init(trained)
     scale = LossScale() if config.precision == "float16" else None
     average = None if config.ema is None else trained
-    return State(params, optimiser_state, average, loss_scale=scale)
+    state = State(params, optimiser_state, average, loss_scale=scale)
+    if isinstance(loss, SegmentLoss):
+        with backend.active():
+            state = state._replace(memory=loss.model.init_memory(params, config.batch_size))
+    return state
 
 
 @renamed.arguments(place="backend")
@@ -127,8 +137,13 @@ def train(
     and a lower loss scale.
 
     Diverged if the loss or a gradient is not finite, or the loss has grown too much. ValueError for
-    compiled without donate.
+    compiled without donate, and for a loss with a segment memory if the state has none.
     """
+    if isinstance(loss, SegmentLoss) != (state.memory is not None):
+        raise ValueError(
+            "train: a loss with a segment memory and a state with one need each other: "
+            "start(params, config, loss=loss)"
+        )
     optimiser = optimiser or config.chosen_optimiser()
     schedule = schedule or config.learning_rate()
     held_out = list(held_out) if isinstance(held_out, Iterator) else held_out
@@ -180,13 +195,17 @@ def evaluate(
 ) -> float | None:
     """The mean loss in nats over the targets of all batches, without dropout; None without batches.
 
+    A segment memory is empty at first.
+
     compiled: False: not compiled; otherwise compiled if the backend records programs
         (`Backend.records`)
     """
-    total, count = 0.0, 0
+    total, count, memory = 0.0, 0, None
     for batch in batches:
         with backend.active(), inference():
-            if isinstance(loss, ArrayLoss) and compiled is not False:
+            if isinstance(loss, SegmentLoss):
+                mean, _, memory = loss.after(memory, params, batch, backend)
+            elif isinstance(loss, ArrayLoss) and compiled is not False:
                 inputs = tree.map(backend.asarray, loss.inputs(batch))
                 mean = _forward(loss)(params, inputs)
             else:
@@ -302,17 +321,22 @@ def _accumulated(
     """The state after the next batches, their loss, and its gradients times the loss scale."""
     numbers = range(state.batches, state.batches + config.accumulate)
     batches = [source.batch(number) for number in numbers]
-    scale = state.loss_scale
+    scale, memory = state.loss_scale, state.memory
 
     def one(params: Any, i: int) -> tuple[Array, Any]:
+        nonlocal memory
         # The dropout mask depends on the number of the batch in the run, not on the step.
         key = ops.RandomKey(config.seed, step=numbers[i] + 1)
-        value, cache = loss(params, batches[i], backend, key)
+        if isinstance(loss, SegmentLoss):
+            value, cache, memory = loss.after(memory, params, batches[i], backend, key)
+        else:
+            value, cache = loss(params, batches[i], backend, key)
         return value, cache if scale is None else Scaled(cache, scale.scale)
 
     value, grads = optim.accumulate(one, weights, batches)
     tokens = state.tokens + sum(batch.n_tokens for batch in batches)
-    return state._replace(batches=numbers.stop, tokens=tokens), value, grads
+    state = state._replace(batches=numbers.stop, tokens=tokens, memory=memory)
+    return state, value, grads
 
 
 def _read(loss: Array, norm: Array, backend: Backend) -> tuple[float, float]:

@@ -11,6 +11,7 @@ import numpy as np
 from xformer import ops, tree
 from xformer.backends import Backend
 from xformer.checks import require_ids
+from xformer.models import SegmentMemory
 from xformer.training.batch import Batch
 from xformer.typing import Array
 
@@ -36,6 +37,18 @@ def loss_of(model: Any, **options: Any) -> ModelLoss:
     device do not.
     """
     return ModelLoss(model, options)
+
+
+def segment_loss_of(model: Any, **options: Any) -> SegmentLoss:
+    """The loss of a model with a segment memory, for `train` on batches of `Streams`.
+
+    Each batch is read after the memory of the batches before. options: of `segment_loss`. It raises
+    ValueError if the model has no memory_len, and for ids outside the vocabulary.
+    """
+    network = model.network
+    if getattr(network, "memory_len", None) is None:
+        raise ValueError("segment_loss_of: the model must have a memory_len, got None")
+    return SegmentLoss(network, options)
 
 
 class ArrayLoss:
@@ -76,6 +89,42 @@ class ModelLoss(ArrayLoss):
             params, *arrays, **masks, **self.options, dropout_key=dropout_key
         )
         return loss, cache
+
+
+@dataclass(frozen=True)
+class SegmentLoss:
+    """The loss of a `LanguageModel` with a segment memory, for batches of `Streams`."""
+
+    model: Any
+    options: dict[str, Any] = field(hash=False)
+
+    def __call__(
+        self, params: Any, batch: Batch, backend: Backend, dropout_key: ops.RandomKey | None = None
+    ) -> tuple[Array, Any]:
+        """The mean loss () of a batch after an empty memory, and its cache."""
+        loss, cache, _ = self.after(None, params, batch, backend, dropout_key)
+        return loss, cache
+
+    def after(
+        self,
+        memory: SegmentMemory | None,
+        params: Any,
+        batch: Batch,
+        backend: Backend,
+        dropout_key: ops.RandomKey | None = None,
+    ) -> tuple[Array, Any, SegmentMemory]:
+        """The mean loss () of a batch, its cache, and the memory after it.
+
+        memory: after the batch before. None: empty, as for a batch that `starts`.
+        """
+        _require_known(batch, self.model.id_sizes, self.options.get("ignore_index"))
+        tokens, targets = map(backend.asarray, batch.arrays)
+        if memory is None or batch.starts:
+            memory = self.model.init_memory(params, len(tokens))
+        result: tuple[Array, Any, SegmentMemory] = self.model.segment_loss(
+            params, tokens, targets, memory, **self.options, dropout_key=dropout_key
+        )
+        return result
 
 
 def _require_known(batch: Batch, sizes: Sequence[int | None], ignored: int | None) -> None:

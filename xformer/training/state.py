@@ -46,6 +46,7 @@ class State(NamedTuple):
     best_step: int = 0  # its step; 0: nothing was validated
     stale: int = 0  # validations since then
     loss_scale: LossScale | None = None  # for float16
+    memory: Any = None  # the segment memory after the last batch; None: the loss has no memory
 
     @property
     def averaged(self) -> Any:

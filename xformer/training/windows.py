@@ -64,7 +64,7 @@ class Windows:
         order = permuted(places, self.n_windows, seed=self.seed, epoch=epochs)
         cycles, epochs = np.divmod(epochs, self.n_starts)  # each start once in a cycle of epochs
         starts = permuted(epochs, self.n_starts, seed=self.seed, epoch=cycles)
-        return self._cut(starts + order * self.length)
+        return self.cut(starts + order * self.length)
 
     def held_out(self, n_batches: int | None = None) -> Iterator[Batch]:
         """The windows in order from the first token. The last batch may be smaller.
@@ -79,7 +79,7 @@ class Windows:
             (n_batches,) = require_sizes("held_out", 1, n_batches=n_batches)
             starts = np.linspace(0, last, n_batches * size).astype(np.int64)
         for i in range(0, len(starts), size):
-            yield self._cut(starts[i : i + size])
+            yield self.cut(starts[i : i + size])
 
     def fingerprint(self) -> str:
         """The SHA-256 of the number of tokens, length, batch_size, seed and the tokens, in hex.
@@ -104,7 +104,7 @@ class Windows:
         self._let_go()
         return digest.hexdigest()
 
-    def _cut(self, starts: np.ndarray) -> Batch:
+    def cut(self, starts: np.ndarray) -> Batch:
         """The batch of the windows that begin at the tokens `starts` (B,).
 
         It has inputs and targets (B, length). A target is the token after its input.
