@@ -56,7 +56,7 @@ CONFIGS["gpt_neox"].pop("num_key_value_heads")
 NAMES = [
     *CONFIGS,
     *("sinusoidal", "positions for q, k, v", "no positions", "alibi", "relative bias", "shaw"),
-    *("post-norm", "concatenated positions", "bare blocks"),
+    *("post-norm", "concatenated positions", "bare blocks", "reversible"),
 ]
 # Padding needs position ids, and position ids need positions that are added to embeddings.
 UNPADDED = ("positions for q, k, v", "concatenated positions")
@@ -99,6 +99,7 @@ def causal(name: str, seed: int = 0) -> tuple[Any, Any]:
             "post-norm": lambda: GPT(**gpt, norm_placement="post"),
             "concatenated positions": lambda: GPT(**gpt, position_mode="concat", d_positions=5),
             "bare blocks": lambda: LanguageModel(plain, (bare,) * 2),
+            "reversible": lambda: GPT(**gpt, reversible=True),
         }[name]()
     return model, lively(model, seed)
 

@@ -66,8 +66,15 @@ def test_every_option_of_a_function_is_used(function: Callable[..., Any]) -> Non
 
 def configs(kind: type) -> list[Any]:
     """The configurations of a kind in all cases: options of a layer, or the model itself."""
-    found = [[fn.keywords.get("config"), getattr(fn.func, "__self__", None)] for _, fn, _ in BUILT]
-    return [config for pair in found for config in pair if isinstance(config, kind)]
+    found = [
+        [
+            fn.keywords.get("config"),
+            *fn.keywords.get("configs", ()),
+            getattr(fn.func, "__self__", None),
+        ]
+        for _, fn, _ in BUILT
+    ]
+    return [config for some in found for config in some if isinstance(config, kind)]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ MODELS = {
     "in chunks, untied": GPT(**SIZES | {"vocab_size": 6_000}, max_len=64, tied=False),
     "deep": GPT(**SIZES | {"n_layers": 8}, max_len=64),
     "checkpoint": GPT(**SIZES | {"n_layers": 8}, max_len=64, activation_checkpointing=True),
+    "reversible": GPT(**SIZES | {"n_layers": 8}, max_len=64, reversible=True),
     "two kinds of layers": LanguageModel(
         PLAIN,
         (

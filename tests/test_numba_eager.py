@@ -53,6 +53,7 @@ def require_same(one: Any, other: Any) -> None:
         {"norm_placement": "post"},
         {"positions": "sinusoidal"},
         {"activation_checkpointing": True},
+        {"reversible": True},
         {"activation": "relu"},
     ],
     ids=str,

@@ -81,7 +81,9 @@ def test_the_catalogue(
     monkeypatch.setattr(kernel, "ROWS", 1)
     fn, args = case.build(xf.backends.get("numpy"), "float64")
     args = tree.map(lambda x: laid_out(layout, x), args)
-    if fn.keywords.get("dropout_key") is None:
+    if any(config.reversible for config in fn.keywords["configs"]):
+        assert kernel.unsupported(*args, **fn.keywords) == "reversible blocks"
+    elif fn.keywords.get("dropout_key") is None:
         require_same(args, fn.keywords)
     else:
         assert "dropout" in str(kernel.unsupported(*args, **fn.keywords))

@@ -58,6 +58,7 @@ MODELS = {
     "GPT": GPT,
     "dropout": xf.GPT(11, 2, 8, 2, 7, dropout=0.3),
     "checkpointed": xf.GPT(11, 2, 8, 2, 7, activation_checkpointing=True),
+    "reversible": xf.GPT(11, 2, 8, 2, 7, reversible=True),
     "rotary, gated, experts": LanguageModel(
         EmbedConfig(11, 8, 8, positions="none"),
         (ROUTED, block_config(d_model=8, n_heads=2, d_ff=6, gated=True, activation="silu")),
@@ -163,8 +164,10 @@ def test_formulas_and_lines_exist(name: str) -> None:
         path, _, line = step.where.partition(":")
         text = (ROOT / path).read_text(encoding="utf-8").splitlines()[int(line) - 1]
         assert text.strip().startswith(f"def {'backward' if step.is_backward else step.op}("), step
-        assert path in (f"xformer/ops/{step.op}.py", f"xformer/layers/{step.op}.py") or step.op in (
-            *("add_norm", "linear_many", "held", "cos_sin", "constant"),
+        assert (
+            path in (f"xformer/ops/{step.op}.py", f"xformer/layers/{step.op}.py")
+            or step.op in (*("add_norm", "linear_many", "held", "cos_sin", "constant"),)
+            or (step.op, path) == ("blocks", "xformer/layers/reversible.py")
         ), step
     assert named(steps, "linear", backward=False)[0].formula == "y = x w + b over the last axis."
     doc = named(steps, "linear", backward=True)[0].formula

@@ -63,8 +63,8 @@ def unsupported_model(params: StackParams, configs: Sequence[BlockConfig]) -> st
 
 def unsupported_blocks(blocks: Sequence[BlockParams], configs: Sequence[BlockConfig]) -> str | None:
     """Return why blocks are not self-attention, then a feed-forward network; None if they are."""
-    if any(c.parallel or c.experts or c.attn.softcap for c in configs):
-        return "parallel blocks, experts or softcap"
+    if any(c.parallel or c.reversible or c.experts or c.attn.softcap for c in configs):
+        return "parallel or reversible blocks, experts or softcap"
     for block in blocks:
         attn, kv, ffn, cross = block.attn, block.attn.kv, block.ffn, block.cross
         if kv is None or not isinstance(ffn, FeedForwardParams):

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from xformer.layers.blocks import blocks as reference
 from xformer.layers.kv_cache import KVCache
 from xformer.showing import short
 from xformer.typing import Array
+
+if TYPE_CHECKING:
+    from xformer.layers.reversible import ReversibleCache
 
 # Least tokens of a share, times the number of other shares: their gradients must be added up.
 ROWS = 128
@@ -62,6 +65,8 @@ def unsupported(
         fits += _fits(rotary.cos, 3, n), _fits(rotary.sin, 3, n)
     if not all(fits):
         return f"bias, masks or rotary tables are neither for all {n} sequences nor for each"
+    if any(config.reversible for config in configs):
+        return "reversible blocks"
     if any(config.experts is not None for config in configs):
         return "experts: their router needs the whole batch"
     if dropout_key is not None and any(
@@ -105,7 +110,7 @@ def blocks(
     memory_mask: Array | None = None,
     dropout_key: ops.RandomKey | None = None,
     activation_checkpointing: bool = False,
-) -> tuple[Array, SharesCache | BlocksCache]:
+) -> tuple[Array, SharesCache | BlocksCache | ReversibleCache]:
     """Compute the reference for shares of the batch, on several threads. Return y and the cache.
 
     A share is a slice of x, of memory, and of each array that has an entry for each sequence.

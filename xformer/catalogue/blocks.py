@@ -369,6 +369,8 @@ def _several() -> Iterator[Case]:
     one: Options = {"batch": (), "activation_checkpointing": True}
     yield _blocks("blocks: one sequence, memory, checkpointing", cross="memory", **one)
     yield _blocks("blocks: dropout", config=RATES, dropout_key=KEY)
+    streams: Options = {"config": {"reversible": True, "norm_placement": "sandwich", **LLAMA}}
+    yield _blocks("blocks: reversible, Llama, sandwich", **streams, **TURNED)
     both: Options = {"segment_memory": _segment_memory, "causal": True}
     again = {"activation_checkpointing": True, "dropout_key": KEY}
     xl: Options = DROPOUT | {"attn": {"xl": True}}
@@ -413,6 +415,11 @@ def _stack() -> Iterator[Case]:
     yield _blocks("stack: checkpointing, parallel, dropout", dropout_key=KEY, **again)
     again = {"activation_checkpointing": True, "config": REZERO | DROPOUT}
     yield _blocks("stack: checkpointing, ReZero, dropout", dropout_key=KEY, **again)
+    streams: Options = {"config": {"reversible": True, **RATES}, "relative_bias": relative_bias}
+    masked: Options = {"mask": BLOCK_MASKS["mask"], "dropout_key": KEY}
+    yield _blocks("stack: reversible", bias=(5, 1, 4, 4), pos=True, **streams, **masked)
+    one: Options = {"n_blocks": 1, "config": {"reversible": True, "norm_placement": "output"}}
+    yield _blocks("stack: reversible, one block for both layers", **one)
 
 
 def _flat_embed(params: layers.EmbedParams, **options: Any) -> tuple[Any, Any]:

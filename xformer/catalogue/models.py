@@ -66,6 +66,7 @@ def _gpt() -> Iterator[Case]:
     yield case("ReZero", norm_placement="none", residual_scale=0.0, n_layers=2)
     again: Options = {"activation_checkpointing": True, "n_layers": 2}
     yield case("checkpointing, dropout", {"dropout_key": KEY}, dropout=0.3, **again)
+    yield case("reversible", {"dropout_key": KEY}, dropout=0.3, reversible=True, n_layers=2)
 
 
 def _segments() -> Iterator[Case]:

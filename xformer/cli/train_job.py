@@ -91,8 +91,8 @@ def job_of(options: argparse.Namespace) -> Job:
     sizes = (options.layers, options.d_model, options.heads, options.max_len)
     model: Any = None if origin is None else origin.model
     if model is None:
-        names = ("positions", "position_mode", "norm_placement", "residual_scale", "dropout")
-        chosen: Any = {name: getattr(options, name) for name in names}
+        names = ("positions", "position_mode", "norm_placement", "residual_scale", "reversible")
+        chosen: Any = {name: getattr(options, name) for name in (*names, "dropout")}
         model = GPT(corpus.vocabulary.size, *sizes, memory_len=memory, **chosen)
     prompt = PROMPT
     if options.data is not None:

@@ -70,6 +70,7 @@ DEFAULTS: dict[str, Any] = {
     "precision": None,
     "backend": "numpy",
     "device": None,
+    "reversible": False,
     "activation_checkpointing": False,
     "deterministic": False,
     "compile": None,
@@ -82,6 +83,7 @@ DEFAULTS: dict[str, Any] = {
 ADDED = (
     *("origin", "precision", "deterministic", "compile", "log_to"),
     *("positions", "position_mode", "memory", "norm_placement", "residual_scale", "init"),
+    "reversible",
 )
 # Types of the options whose default is None.
 TYPES: dict[str, type] = {
@@ -103,6 +105,7 @@ FREE = (
 OWN = (
     *("tokenizer", "layers", "d_model", "heads", "dropout"),
     *("positions", "position_mode", "memory", "norm_placement", "residual_scale", "init"),
+    "reversible",
 )
 OPTIONS = Stored(
     "train",
@@ -176,6 +179,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--dropout", type=float, metavar="RATE", help="default: 0")
     memory = "with --positions xl: earlier tokens that are attended to (default: --max-len)"
     add("--memory", type=int, metavar="N", help=memory)
+    add(
+        "--reversible",
+        action="store_true",
+        default=None,
+        help="reversible blocks: a backward of any depth saves the activations of one block",
+    )
     add(
         "--activation-checkpointing",
         action="store_true",

@@ -98,6 +98,7 @@ later(
     positions="alibi sinusoidal",
     relative="RelativeConfig relative_bias",
     residual="parallel residual",
+    reversible="",
     rope_config="RopeConfig",
     rope_tables="RopeTables rope_tables",
     stack="StackParams stack",

@@ -43,6 +43,9 @@ class BlockConfig:
         x + f(x), with "post" too
     residual_scale: the initial value of a learned number for each sublayer, which multiplies its
         output: x + alpha f(norm(x)), ... (0: ReZero, arXiv:2003.04887). None: no number
+    reversible: y1 = x1 + attn(norm(x2)), y2 = x2 + ffn(norm'(y1)) on two streams
+        (`layers.blocks`); backward rebuilds x1 and x2 from y1 and y2. Not with "post", parallel or
+        experts.
     """
 
     attn: AttentionConfig
@@ -54,6 +57,7 @@ class BlockConfig:
     attn_norm: bool = True
     dropout: float = 0.0  # of the output of each sublayer
     residual_scale: float | None = None
+    reversible: bool = False
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -83,6 +87,23 @@ class BlockConfig:
             raise ValueError("block: parallel needs attn_norm")
         if self.residual_scale is not None:
             finite("block", "residual_scale", self.residual_scale)
+        if self.reversible:
+            self._require_invertible()
+
+    def _require_invertible(self) -> None:
+        """ValueError unless a block's input can be rebuilt from its output."""
+        if self.norm_placement == "post":
+            raise ValueError(
+                'block: reversible needs another norm_placement than "post", '
+                "whose norm of the sum cannot be inverted"
+            )
+        if self.parallel:
+            raise ValueError("block: reversible excludes parallel")
+        if self.experts is not None:
+            raise ValueError(
+                "block: reversible excludes experts: rounding of the rebuilt input could change "
+                "the choice of experts"
+            )
 
     @property
     def d_model(self) -> int:
@@ -246,6 +267,56 @@ def block_terms(
     the gradient of the sum of the terms, and dx is the gradient of x + r. For the other arguments
     see `block`.
     """
+    if config.reversible:
+        raise ValueError("block: a reversible block has two streams: call layers.blocks")
+    branches = branches_of(
+        params,
+        memory,
+        bias,
+        pos,
+        memory_pos,
+        config=config,
+        rotary=rotary,
+        kv_cache=kv_cache,
+        segment_memory=segment_memory,
+        mask=mask,
+        causal=causal,
+        memory_mask=memory_mask,
+        dropout_key=dropout_key,
+    )
+    rate = config.dropout if dropout_key is not None else 0.0
+    residual_options: dict[str, Any] = {"config": config.norm, "dropout_rate": rate}
+    if config.parallel:
+        first, second = branches
+        options: Any = {"dropout_keys": (first.dropout_key, second.dropout_key), **residual_options}
+        args = first.norm, first.sublayer, second.sublayer, second.norm, first.scale, second.scale
+        terms, both = parallels(x, *args, r, **options)
+        return terms, ParallelBlockCache(both)
+    placement = "post" if config.norm_placement == "post" else "pre"
+    terms, chain = residuals(x, branches, r, place=placement, **residual_options)
+    return terms, BlockCache(chain)
+
+
+def branches_of(
+    params: BlockParams,
+    memory: Array | KeyValue | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    memory_pos: Array | None = None,
+    *,
+    config: BlockConfig,
+    rotary: layers.RopeTables | None = None,
+    kv_cache: KVCache | None = None,
+    segment_memory: Array | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    memory_mask: Array | None = None,
+    dropout_key: ops.RandomKey | None = None,
+) -> list[Branch]:
+    """The residual branches of a block: self-attention, cross-attention if any, feed-forward.
+
+    For the arguments see `block`. ValueError for parameters that do not fit config and memory.
+    """
     _require_memory(params, config, memory, memory_pos, memory_mask)
     is_dense = isinstance(config.ffn, FeedForwardConfig)
     if is_dense != isinstance(params.ffn, FeedForwardParams):
@@ -253,7 +324,6 @@ def block_terms(
         got = type(params.ffn).__name__
         raise ValueError(f"block: params.ffn must be {wanted} by config, got {got}")
     dropped = dropout_key is not None
-    rate = config.dropout if dropped else 0.0
     keys = [dropout_key and dropout_key.at(site) for site in range(SITES)]
     attn_options: dict[str, Any] = {
         "n_heads": config.attn.n_heads,
@@ -263,7 +333,6 @@ def block_terms(
         "scale": config.attn.scale,
         "dropout_rate": config.attn.dropout if dropped else 0.0,
     }
-    residual_options: dict[str, Any] = {"config": config.norm, "dropout_rate": rate}
 
     def attend(x: Array) -> tuple[Array, Any]:
         options: Any = {"mask": mask, "causal": causal, "window": config.attn.window}
@@ -284,11 +353,6 @@ def block_terms(
         activation = config.ffn.activation
         return feed_forward(x, ffn, activation=activation, dropout_key=keys[5], **options)
 
-    if config.parallel:
-        args = params.ffn_norm, params.attn_scale, params.ffn_scale, r
-        options: Any = {"dropout_keys": (keys[2], keys[4]), **residual_options}
-        terms, both = parallels(x, params.attn_norm, attend, feed, *args, **options)
-        return terms, ParallelBlockCache(both)
     around = (
         (params.attn_norm, params.attn_out_norm, params.attn_scale, keys[2]),
         (params.cross_norm, params.cross_out_norm, params.cross_scale, keys[3]),
@@ -298,9 +362,7 @@ def block_terms(
     if params.cross is not None:
         branches.append(Branch(attend_memory, *around[1]))
     branches.append(Branch(feed, *around[2]))
-    placement = "post" if config.norm_placement == "post" else "pre"
-    terms, chain = residuals(x, branches, r, place=placement, **residual_options)
-    return terms, BlockCache(chain)
+    return branches
 
 
 @short
@@ -341,18 +403,30 @@ class BlockCache(NamedTuple):
 
         drouter_logits: the gradient of an auxiliary loss on the router, if any.
         """
-        dx, (attn, *cross, ffn) = self.chain.backward(dy, *drouter_logits)
-        dattn_norm, dattn_out, dattn_scale, dattn, _, dbias, dpos, _ = attn
-        dffn_norm, dffn_out, dffn_scale, dffn = ffn
-        dcross_norm = dcross_out = dcross_scale = dcross = dmemory = dmemory_pos = None
-        if cross:
-            dcross_norm, dcross_out, dcross_scale, dcross, *of_memory = cross[0]
-            dmemory, _, dcross_pos, dmemory_pos = of_memory
-            if dcross_pos is not None:
-                dpos = dpos + dcross_pos
-        after = dattn_out, dcross_out, dffn_out, dattn_scale, dcross_scale, dffn_scale
-        dparams = BlockParams(dattn_norm, dattn, dcross_norm, dcross, dffn_norm, dffn, *after)
-        return dx, dparams, dmemory, dbias, dpos, dmemory_pos
+        dx, grads = self.chain.backward(dy, *drouter_logits)
+        return dx, *block_gradients(*grads)
+
+
+def block_gradients(
+    attn: tuple[Any, ...], *others: tuple[Any, ...]
+) -> tuple[BlockParams, Any, Any, Any, Any]:
+    """Gradients of params, memory, bias, pos and memory_pos, from the gradients of each branch.
+
+    attn, others: of self-attention, of cross-attention if any, and of feed-forward, each as
+        `ResidualsCache.backward` returns them.
+    """
+    *cross, ffn = others
+    dattn_norm, dattn_out, dattn_scale, dattn, _, dbias, dpos, _ = attn
+    dffn_norm, dffn_out, dffn_scale, dffn = ffn
+    dcross_norm = dcross_out = dcross_scale = dcross = dmemory = dmemory_pos = None
+    if cross:
+        dcross_norm, dcross_out, dcross_scale, dcross, *of_memory = cross[0]
+        dmemory, _, dcross_pos, dmemory_pos = of_memory
+        if dcross_pos is not None:
+            dpos = dpos + dcross_pos
+    after = dattn_out, dcross_out, dffn_out, dattn_scale, dcross_scale, dffn_scale
+    dparams = BlockParams(dattn_norm, dattn, dcross_norm, dcross, dffn_norm, dffn, *after)
+    return dparams, dmemory, dbias, dpos, dmemory_pos
 
 
 @short
@@ -400,5 +474,6 @@ def _require_memory(
         raise ValueError(f"block: memory and params.cross need each other, got {have}")
     if params.cross is None and not (memory_pos is None and memory_mask is None):
         raise ValueError("block: memory_pos and memory_mask need a memory, and there is none")
-    if config.parallel and params.cross is not None:
-        raise ValueError("block: parallel has no cross-attention, got params.cross")
+    if params.cross is not None and (config.parallel or config.reversible):
+        kind = "parallel" if config.parallel else "reversible"
+        raise ValueError(f"block: {kind} has no cross-attention, got params.cross")

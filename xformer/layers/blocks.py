@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xformer import layers, ops, tree
 from xformer.dispatch import overridable
@@ -13,6 +13,9 @@ from xformer.layers.kv_cache import KVCache
 from xformer.layers.residual import summed
 from xformer.showing import short
 from xformer.typing import Array
+
+if TYPE_CHECKING:
+    from xformer.layers.reversible import ReversibleCache
 
 
 @overridable(drops=False)
@@ -33,22 +36,47 @@ def blocks(
     memory_mask: Array | None = None,
     dropout_key: ops.RandomKey | None = None,
     activation_checkpointing: bool = False,
-) -> tuple[Array, BlocksCache]:
+) -> tuple[Array, BlocksCache | ReversibleCache]:
     """y = block_n(... block_1(x)). Every block gets bias, positions and masks.
+
+    If configs are reversible, the blocks run on two streams, which begin as x, and y is the mean of
+    both (`xformer/layers/reversible.py`).
 
     x, y: (B, T, D), or one sequence (T, D)
     params: of each block; with fewer blocks than layers, equal runs of layers share a block
     memory: (B, S, D), (S, D) or a KeyValue for all layers, or a KeyValue for each layer, whose
-        gradient is a tuple; None without cross-attention
+        gradient is a tuple; None without cross-attention, and for reversible blocks
     bias, pos, memory_pos, rotary, mask, causal, memory_mask, dropout_key: of `layers.block`
     configs: of each layer
     kv_cache: of each layer; then nothing is saved for backward
-    segment_memory: of each layer (`layers.attention`). The cache's `extended` has it, followed by
-        the inputs of the layer's attention.
-    activation_checkpointing: each block saves only its arguments, and runs again in backward
+    segment_memory: of each layer (`layers.attention`); not for reversible blocks. The cache's
+        `extended` has it, followed by the inputs of the layer's attention.
+    activation_checkpointing: each block saves only its arguments, and runs again in backward; not
+        for reversible blocks, which save less
     ValueError for shapes and numbers that do not fit.
     """
     order = order_of(params, configs)
+    if configs[0].reversible:
+        from xformer.layers.reversible import reversible
+
+        if activation_checkpointing:
+            raise ValueError("blocks: reversible excludes activation_checkpointing")
+        if segment_memory is not None:
+            raise ValueError("blocks: reversible excludes segment_memory")
+        if not (memory is None and memory_pos is None and memory_mask is None):
+            raise ValueError("blocks: reversible blocks have no cross-attention, got a memory")
+        return reversible(
+            x,
+            params,
+            bias,
+            pos,
+            configs=configs,
+            rotary=rotary,
+            kv_cache=kv_cache,
+            mask=mask,
+            causal=causal,
+            dropout_key=dropout_key,
+        )
     memory_each = isinstance(memory, Sequence) and not isinstance(memory, KeyValue)
     memories: Any = memory if memory_each else (memory,) * len(configs)
     if len(memories) != len(configs):

@@ -122,6 +122,20 @@ def _sum_and_norm(
     return (s, s), None
 
 
+def branched(
+    x: Array, branch: Branch, *, config: NormConfig, dropout_rate: float = 0.0
+) -> tuple[Array, BranchCache]:
+    """r = dropout(scale * out_norm(f(norm(x)))): what a branch with place "pre" adds to a stream.
+
+    x, r: (..., D)
+    config, dropout_rate: of `residual`
+    ValueError for shapes that do not fit.
+    """
+    (_, inner), norm_cache = _sum_and_norm(x, None, branch.norm, config)
+    r, cache = _branch(inner, branch, config, dropout_rate)
+    return r, cache._replace(sum=norm_cache)
+
+
 def _branch(
     inner: Array, branch: Branch, config: NormConfig, dropout_rate: float
 ) -> tuple[Array, BranchCache]:
@@ -158,13 +172,24 @@ class ScaledCache(NamedTuple):
 
 @short
 class BranchCache(NamedTuple):
-    """Saved by `residuals` for backward: one branch, and the sum before it (after it, "post")."""
+    """Saved by `residuals` for backward: one branch, and the sum before it (after it, "post").
+
+    `branched` saves the same. Its sum has one term.
+    """
 
     sum: Any  # of `add_norm`; None if the sum has no norm
     sublayer: Any
     out_norm: Any
     scale: ScaledCache | None
     drop: Any
+
+    def backward(self, dr: Array) -> tuple[Any, ...]:
+        """Gradients of x, norm, out_norm and scale of `branched`, then the sublayer's after dx."""
+        dnorm = None
+        dx, *rest = _through_branch(self, dr, ())
+        if self.sum is not None:
+            dx, _, dnorm = self.sum.backward(None, dx)
+        return dx, dnorm, *rest
 
 
 @short

@@ -264,10 +264,10 @@ def dropout_streams(
 
 
 def require_configs(op: str, configs: Sequence[BlockConfig]) -> None:
-    """ValueError unless configs has at least one, all of one d_model and one norm_placement."""
+    """ValueError unless there is a config, and all agree on what concerns the whole stack."""
     if not configs:
         raise ValueError(f"{op}: configs must hold at least one BlockConfig, got none")
-    for name in ("d_model", "norm_placement"):
+    for name in ("d_model", "norm_placement", "reversible"):
         if len(values := sorted({getattr(config, name) for config in configs})) > 1:
             raise ValueError(f"{op}: all configs must have one {name}, got {values}")
 

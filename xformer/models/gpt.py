@@ -60,6 +60,8 @@ class GPT:
     # Each block saves only its input, and runs again in backward.
     activation_checkpointing: bool = False
     residual_scale: float | None = None  # of `layers.BlockConfig`; 0: ReZero
+    # Two streams (arXiv:2001.04451); backward rebuilds the input of each block from its output.
+    reversible: bool = False
 
     norm = renamed.attribute("norm_placement")
     checkpoint = renamed.attribute("activation_checkpointing")
@@ -99,6 +101,7 @@ class GPT:
             self.norm_placement,
             dropout=self.dropout,
             residual_scale=self.residual_scale,
+            reversible=self.reversible,
         )
         d_positions = self.d_model if self.d_positions is None else self.d_positions
         embed = EmbedConfig(

@@ -112,6 +112,11 @@ class LanguageModel:
                 f"got {self.n_shared_layer_groups}"
             )
         self._require_xl()
+        if self.activation_checkpointing and self.blocks[0].reversible:
+            raise ValueError(
+                "LanguageModel: activation_checkpointing excludes reversible blocks, "
+                "which save less"
+            )
         if self.alibi and not self.causal:
             raise ValueError("LanguageModel: alibi needs causal attention: it favours later keys")
         number("LanguageModel", "out_dropout", self.out_dropout, low=0, high=1)
@@ -132,6 +137,8 @@ class LanguageModel:
             require_sizes("LanguageModel", 0, memory_len=self.memory_len)
             if not all(layers_with_xl):
                 raise ValueError("LanguageModel: memory_len needs attn.xl in all blocks")
+            if self.blocks[0].reversible:
+                raise ValueError("LanguageModel: memory_len excludes reversible blocks")
         if not any(layers_with_xl):
             return
         if not self.causal:

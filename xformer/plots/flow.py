@@ -48,12 +48,14 @@ def flow(model: LanguageModel, params: Any, tokens: Array, targets: Array, name:
     tokens, targets: as for `LanguageModel.loss`.
     name: of the result.
 
-    TypeError for another kind of model, or if layers share parameters.
+    TypeError for another kind of model, or if layers share parameters or are reversible.
     """
     if not isinstance(model, LanguageModel) or model.n_shared_layer_groups is not None:
         raise TypeError(
             f"flow: model must be a LanguageModel whose layers share nothing, got {model!r:.60}"
         )
+    if model.blocks[0].reversible:
+        raise TypeError("flow: reversible blocks save no outputs of layers")
     model = replace(model, activation_checkpointing=False)  # else caches have only inputs of blocks
     with reference_only():  # its caches have the input of each op; caches of kernels may not
         loss, cache = model.loss(params, tokens, targets)

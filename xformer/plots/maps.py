@@ -11,6 +11,7 @@ from xformer import backends
 from xformer.dispatch import reference_only
 from xformer.generation.prefix import backend_of_params
 from xformer.layers.block import BlockCache
+from xformer.measure import blocks_of
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.typing import Array
 
@@ -27,7 +28,8 @@ def attention_maps(
     tokens: (B, T), or the source (B, S) for an encoder-decoder.
     target: (B, T) for an encoder-decoder, else None.
 
-    TypeError for another kind of model. ValueError if target does not fit the model.
+    TypeError for another kind of model. ValueError if target does not fit the model, and for
+    reversible blocks.
     """
     network = getattr(model, "network", None)
     if not isinstance(network, LanguageModel | EncoderDecoder):
@@ -35,6 +37,8 @@ def attention_maps(
     if (target is not None) != isinstance(network, EncoderDecoder):
         needs = "needs a target" if target is None else "has no target"
         raise ValueError(f"attention_maps: {type(network).__name__} {needs}")
+    if any(config.reversible for config in blocks_of(network)):
+        raise ValueError("attention_maps: reversible blocks save no attention probabilities")
     network = replace(
         network, activation_checkpointing=False
     )  # else its caches have only inputs of blocks

@@ -1,0 +1,138 @@
+"""Reversible blocks: backward rebuilds the input of each block from its output.
+
+y1 = x1 + f(x2), y2 = x2 + g(y1);   x2 = y2 - g(y1), x1 = y1 - f(x2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+from xformer import ops
+from xformer.dispatch import saved
+from xformer.layers.block import SITES, BlockConfig, BlockParams, block_gradients, branches_of
+from xformer.layers.blocks import BlocksCache, add, order_of
+from xformer.layers.checkpoint import held
+from xformer.layers.kv_cache import KVCache
+from xformer.layers.residual import BranchCache, branched
+from xformer.showing import short
+from xformer.typing import Array
+
+
+def reversible(
+    x: Array,
+    params: tuple[BlockParams, ...],
+    bias: Array | None = None,
+    pos: Array | None = None,
+    *,
+    configs: Sequence[BlockConfig],
+    kv_cache: Sequence[KVCache] | None = None,
+    dropout_key: ops.RandomKey | None = None,
+    **options: Any,
+) -> tuple[Array, BlocksCache | ReversibleCache]:
+    """y = (x1 + x2) / 2 after all blocks; x1 = x2 = x before (arXiv:2001.04451, section 3).
+
+    Each block computes y1 = x1 + f(x2) and y2 = x2 + g(y1), where f is its attention and g its
+    feed-forward network, each with norms and dropout (`layers.residual.branched`). Only the two
+    streams after the last block are saved, whatever the number of blocks.
+
+    x, y: (B, T, D). For the other arguments see `layers.blocks`.
+    ValueError for shapes and numbers that do not fit.
+    """
+    network = _Network(params, bias, pos, configs, order_of(params, configs), options)
+    kv_caches: list[Any] = []
+    x1 = x2 = x
+    for i in range(len(configs)):
+        f, g = network.branches(i, dropout_key, None if kv_cache is None else kv_cache[i])
+        r, cache = f(x2)
+        kv_caches.append(cache.sublayer.kv_cache)
+        del cache  # frees it before the next sublayer runs
+        x1 = x1 + r
+        r, _ = g(x1)
+        x2 = x2 + r
+    y = (x1 + x2) / 2
+    if kv_cache is not None:
+        return y, BlocksCache((), network.order, False, tuple(kv_caches))
+    return y, saved(ReversibleCache(x1, x2, network, dropout_key))
+
+
+class _Network(NamedTuple):
+    """The blocks, and what all of them get. No array depends on the number of tokens and layers."""
+
+    params: tuple[BlockParams, ...]
+    bias: Array | None
+    pos: Array | None
+    configs: Sequence[BlockConfig]
+    order: tuple[int, ...]  # the index of each layer's block
+    options: dict[str, Any]  # rotary, mask and causal
+
+    def branches(
+        self, i: int, dropout_key: ops.RandomKey | None, kv_cache: KVCache | None = None
+    ) -> list[Callable[[Array], tuple[Array, BranchCache]]]:
+        """f and g of layer i."""
+        config, key = self.configs[i], None if dropout_key is None else dropout_key.at(SITES * i)
+        options: Any = {"config": config, "kv_cache": kv_cache, "dropout_key": key, **self.options}
+        block = self.params[self.order[i]]
+        rate = 0.0 if key is None else config.dropout
+        return [
+            partial(branched, branch=branch, config=config.norm, dropout_rate=rate)
+            for branch in branches_of(block, None, self.bias, self.pos, **options)
+        ]
+
+
+@short
+class ReversibleCache(NamedTuple):
+    """Saved by `reversible` for backward: both streams after the last block.
+
+    The other arrays are arguments. Each block's input follows from its output, and dropout's bits
+    from the key.
+    """
+
+    y1: Array  # (B, T, D)
+    y2: Array  # (B, T, D)
+    network: _Network
+    dropout_key: ops.RandomKey | None
+
+    @property
+    def blocks(self) -> NoReturn:
+        """Raise AttributeError: `BlocksCache.blocks` has a cache for each layer, this has not."""
+        raise AttributeError("blocks: reversible blocks save no cache of each layer")
+
+    def backward(self, dy: Array, drouter_logits: Sequence[None] | None = None) -> tuple[Any, ...]:
+        """Gradients of x, params, memory, bias, pos, memory_pos; None for memory and its pos.
+
+        For each block, from the last to the first: dy1 += g'(y1)^T dy2, dx2 = dy2 + f'(x2)^T dy1,
+        dx1 = dy1. The first gradients are dy / 2, and dx = dx1 + dx2.
+
+        drouter_logits: None, or None for each layer: there are no routers.
+        """
+        if any(dlogits is not None for dlogits in drouter_logits or ()):
+            raise ValueError("blocks: drouter_logits must be None, there are no experts")
+        y1, y2, network, key = self
+        dy1 = dy2 = dy / 2
+        dparams: list[Any] = [None] * (max(network.order) + 1)
+        shared: Any = None
+        for i in reversed(range(len(network.configs))):
+            y1, _, key = held(y1, memory=None, key=key, dy=dy2)
+            f, g = network.branches(i, key)
+            x2, dy1, ffn = _through(g, y1, y2, dy1, dy2)
+            x1, dy2, attn = _through(f, x2, y1, dy2, dy1)
+            y1, y2 = x1, x2  # the outputs of the block before
+            dblock, *dshared = block_gradients(attn, ffn)
+            which = network.order[i]
+            dparams[which] = dblock if dparams[which] is None else add(dparams[which], dblock)
+            shared = dshared if shared is None else add(shared, dshared)
+        return dy1 + dy2, tuple(dparams), *shared
+
+
+def _through(
+    f: Callable[[Array], tuple[Array, BranchCache]], x: Array, y: Array, dx: Array, dy: Array
+) -> tuple[Array, Array, tuple[Any, ...]]:
+    """Back through y = z + f(x): z, the gradient of x, and the gradients in f.
+
+    dx: the gradient of x from its other uses
+    """
+    r, cache = f(x)
+    more, *grads = cache.backward(dy)
+    return y - r, dx + more, tuple(grads)
