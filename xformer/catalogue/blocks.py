@@ -325,6 +325,8 @@ def _modern_block() -> Iterator[Case]:
     yield _blocks(
         "block: Mixtral, one sequence", config=LLAMA | {"ffn": experts}, batch=(), **turned
     )
+    chunked: Options = {"ffn": {"chunk_len": 3, "gated": True}}  # of 4 tokens
+    yield _blocks("block: chunked feed-forward", config=chunked)
     yield _blocks("block: parallel", config={"parallel": True})
     shared: Options = {"parallel": True, "shared_norm": True, **DROPOUT}
     yield _blocks("block: parallel, one norm, dropout", config=shared, dropout_key=KEY)

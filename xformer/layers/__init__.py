@@ -88,6 +88,7 @@ later(
     block="BlockConfig BlockParams block",
     blocks="blocks",
     checkpoint="",
+    chunked="",
     embed="EmbedConfig EmbedParams embed",
     experts="ExpertsConfig ExpertsParams mixture",
     feed_forward="FeedForwardConfig FeedForwardParams feed_forward",

@@ -349,8 +349,13 @@ def branches_of(
         ffn: Any = params.ffn
         if not isinstance(config.ffn, FeedForwardConfig):
             return layers.mixture(x, ffn, config=config.ffn)
-        options: Any = {"dropout_rate": config.ffn.dropout if dropped else 0.0}
         activation = config.ffn.activation
+        if config.ffn.chunk_len is not None:
+            from xformer.layers.chunked import chunked_feed_forward
+
+            options: Any = {"chunk_len": config.ffn.chunk_len, "activation": activation}
+            return chunked_feed_forward(x, ffn, **options)
+        options = {"dropout_rate": config.ffn.dropout if dropped else 0.0}
         return feed_forward(x, ffn, activation=activation, dropout_key=keys[5], **options)
 
     around = (

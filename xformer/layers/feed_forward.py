@@ -18,7 +18,13 @@ from xformer.typing import Array
 
 @dataclass(frozen=True)
 class FeedForwardConfig:
-    """The configuration of a feed-forward network. ValueError for another activation or size."""
+    """The configuration of a feed-forward network.
+
+    chunk_len: the number of tokens whose hidden units are in memory at a time; None: all. With
+        chunks, the hidden units are not saved, but computed again in backward.
+
+    ValueError for another activation or size, and for dropout in chunks.
+    """
 
     d_ff: int
     activation: str = "relu"
@@ -26,12 +32,20 @@ class FeedForwardConfig:
     bias: bool = True
     dropout: float = 0.0  # of the hidden units
     down: bool = True  # the second linear layer; without it the hidden units are the output
+    chunk_len: int | None = None
 
     def __post_init__(self) -> None:
         plain_numbers(self)
         require_sizes("feed_forward", 1, d_ff=self.d_ff)
         require_activation("feed_forward", self.activation)
         number("feed_forward", "dropout", self.dropout, low=0, high=1)
+        if self.chunk_len is not None:
+            require_sizes("feed_forward", 1, chunk_len=self.chunk_len)
+            if self.dropout:
+                raise ValueError(
+                    "feed_forward: chunk_len excludes dropout of the hidden units: its mask "
+                    "depends on the index in the whole array"
+                )
 
     def init(
         self,
