@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from xformer.cli import main as xformer
+from xformer.measure import saved_by_part
+from xformer.models import GPT
 from xformer.plots import read_log, save
 from xformer.plots.curves import POINTS, smoothed
 from xformer.plots.style import COLOURS, line_of, panels, styled
@@ -179,6 +181,32 @@ def averaged(values: Sequence[float], n: int) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
+@styled()
+def saved_bytes() -> Path:
+    """Bytes that a training step saves for backward, over the number of layers."""
+    depths = (1, 2, 4, 8, 12, 16, 20, 24)
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "activation checkpointing": {"activation_checkpointing": True},
+        "reversible": {"reversible": True},
+    }
+    figure, ((axes,),) = panels(1, 1, (8, 3.4))
+    for i, (name, options) in enumerate(kinds.items()):
+        models = (GPT(256, n, 128, 4, 128, **options).network for n in depths)
+        saved = [sum(saved_by_part(model, 8, 128, "float32").values()) for model in models]
+        axes.plot(depths, [n / 1e6 for n in saved], **line_of(i), **POINTS, label=name)
+    axes.set(
+        title="GPT of width 128, 8 sequences of 128 tokens: saved for backward, without parameters",
+        xlabel="layers",
+        ylabel="MB",
+        yscale="log",
+        ylim=(1, None),
+        xlim=(0, 1.02 * depths[-1]),
+    )
+    axes.legend()
+    return save(figure, PICTURES / "reversible.svg")
+
+
 def command(*words: str) -> None:
     """Run a command of xformer, as a person would."""
     if xformer(words):
@@ -191,6 +219,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="folder of a run of `xformer train`")
     run = parser.parse_args().run
     idea()
+    saved_bytes()
     flow()
     curves()
     sharpness()

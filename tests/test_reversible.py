@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,22 @@ def test_a_run_without_it_is_described_as_before(
     capsys.readouterr()
     assert main(["train", "--resume", "run", "--reversible"]) == 1
     assert "--reversible: the run in run has False, got True" in capsys.readouterr().err
+
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "reformer.md").read_text("utf-8")
+
+
+def test_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its examples, and its table of saved bytes."""
+    examples = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.DOTALL)
+    assert len(examples) == PAGE.count("```python") == 2
+    namespace: dict[str, Any] = {}
+    for code, shown in examples:
+        exec(code, namespace)
+        assert capsys.readouterr().out == shown
+    rows = re.findall(r"^12 layers +([\d.]+ MB)", examples[0][1], re.MULTILINE)
+    table = re.findall(r"^\| (?:plain|activation.*|reversible) \| ([\d.]+ MB)", PAGE, re.MULTILINE)
+    assert rows == table and len(rows) == 3
 
 
 # ---- What is refused ----
