@@ -39,6 +39,7 @@ ORDER = (
     "training",
     "finetune",
     "plots",
+    "exercises",
     "cli",
 )
 

@@ -1,0 +1,30 @@
+"""Exercises of the lectures: files to complete, and what grades them on every array library.
+
+    exercise = xformer.exercises.get("softmax")
+    print(exercise.stub)
+    print(xformer.exercises.grade(exercise, names, libraries))
+
+`xformer exercise` is the command.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from xformer.exercises import lecture1, lecture2, lecture3, lecture4, lecture5, lecture6
+from xformer.exercises.exercise import Exercise, Mistake
+from xformer.exercises.grade import Finding, Grade, grade, load
+
+__all__ = ["EXERCISES", "Exercise", "Finding", "Grade", "Mistake", "get", "grade", "load"]
+
+_LECTURES = (lecture1, lecture2, lecture3, lecture4, lecture5, lecture6)
+EXERCISES = {one.name: one for lecture in _LECTURES for one in lecture.EXERCISES}
+
+
+def get(name: str) -> Exercise:
+    """The exercise of this name. ValueError, with names that are like it, if there is none."""
+    if name not in EXERCISES:
+        near = get_close_matches(name, EXERCISES, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`xformer exercise` lists them"
+        raise ValueError(f"there is no exercise {name!r}; {hint}")
+    return EXERCISES[name]

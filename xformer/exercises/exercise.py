@@ -1,0 +1,149 @@
+"""What an exercise is: a file for the learner to complete, inputs, the right answer, and mistakes.
+
+There are two kinds. A gradient exercise has a forward function and its backward:
+
+    y, saved = softmax(x)                # saved: what the learner's backward needs
+    dx = softmax_backward(dy, saved)     # gradients of the positional arguments, in order
+
+An exercise without a backward has one function, whose outputs are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Draw = Callable[[np.random.Generator], tuple[dict[str, Any], dict[str, Any]]]
+Formula = Callable[[SimpleNamespace, Any], dict[str, Any]]
+
+GRADIENTS = """\
+`{function}` returns (y, saved). What is in `saved` is your choice: all that backward needs.
+`{function}_backward(dy, saved)` gets the gradient dy of the loss with respect to y, in the shape of
+y, and returns the gradients of the arrays in the order of the arguments: {gradients}.
+"""
+RULES = """\
+Write only functions of the array API standard (`xp.exp`, `xp.sum(x, axis=-1, keepdims=True)`,
+`xp.where`, `@`), then the file runs on NumPy, PyTorch and JAX. Do not write into an array.
+
+Check: xformer exercise {name} --check
+"""
+IMPORTS = "from array_api_compat import array_namespace\n"
+
+
+class Mistake(NamedTuple):
+    """A known wrong formula.
+
+    says: what is wrong and what is right.
+    formula: formula(a, dy) returns NumPy arrays by their rows ("y", "dx"); a has the inputs and
+        options as attributes. ValueError if the shapes of `a` do not fit the wrong formula.
+    errata: the name of the same mistake in tests/documents/test_errata.py.
+    """
+
+    says: str
+    formula: Formula
+    errata: str = ""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise.
+
+    name: of the exercise and its file.
+    lecture: 1 to 6.
+    summary: one line.
+    task: the text of the file's docstring, without the rules that all exercises share.
+    code: the functions of the file, incomplete or with a mistake.
+    reference: a function of the same arguments. It returns (y, cache), and `cache.backward(dy)` the
+        gradients; without a backward it returns the outputs.
+    draws: by the name of the case, functions that draw (arrays, options) of NumPy arrays.
+    source, page: the file of our own implementation, and the page about it.
+    outputs: names of what the function returns, without `saved`.
+    has_backward: whether there is a backward.
+    mistakes: known wrong formulas.
+    function: the name of the function; None: `name`.
+    planted: what is wrong with the code, if the exercise is to find the mistake in it.
+    """
+
+    name: str
+    lecture: int
+    summary: str
+    task: str
+    code: str
+    reference: Callable[..., Any]
+    draws: dict[str, Draw]
+    source: str
+    page: str
+    outputs: tuple[str, ...] = ("y",)
+    has_backward: bool = True
+    mistakes: tuple[Mistake, ...] = ()
+    function: str | None = None
+    planted: tuple[str, ...] = ()
+
+    @property
+    def function_name(self) -> str:
+        """The name of the forward function in the learner's file."""
+        return self.function or self.name
+
+    @property
+    def stub(self) -> str:
+        """The text of the file that the learner completes."""
+        rules = RULES.format(name=self.name)
+        if self.has_backward:
+            names = ", ".join(self.gradient_names)
+            rules = GRADIENTS.format(function=self.function_name, gradients=names) + rules
+        text = f'"""Exercise {self.name}, lecture {self.lecture}. {self.task}\n{rules}"""\n\n'
+        return f"{text}{IMPORTS}{self.code}"
+
+    @property
+    def gradient_names(self) -> tuple[str, ...]:
+        """The names of the gradients: d and the name of the array."""
+        if not self.has_backward:
+            return ()
+        arrays, _ = self.draw(next(iter(self.draws)))
+        return tuple(f"d{name}" for name in arrays)
+
+    def draw(self, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arrays and options of a case; the same in every call."""
+        return self.draws[case](np.random.default_rng(list(case.encode())))
+
+
+def normal(
+    options: dict[str, Any] | Callable[[np.random.Generator], dict[str, Any]] | None = None,
+    scale: float = 1.0,
+    **shapes: tuple[int, ...],
+) -> Draw:
+    """A function that draws normal arrays of these shapes, of standard deviation `scale`.
+
+    options: of the exercise's function, or a function that draws them.
+    """
+
+    def draw(rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+        arrays = {name: scale * rng.normal(size=shape) for name, shape in shapes.items()}
+        return arrays, options(rng) if callable(options) else dict(options or {})
+
+    return draw
+
+
+def rows(x: Any) -> Any:
+    """(..., D) -> (N, D)."""
+    return np.reshape(x, (-1, x.shape[-1]))
+
+
+def mean(x: Any) -> Any:
+    """The mean along the last axis, (..., 1)."""
+    return np.mean(x, axis=-1, keepdims=True)
+
+
+def total(x: Any) -> Any:
+    """The sum along the last axis, (..., 1)."""
+    return np.sum(x, axis=-1, keepdims=True)
+
+
+def softmax(x: Any, axis: int = -1) -> Any:
+    """Softmax along an axis."""
+    e = np.exp(x - np.max(x, axis=axis, keepdims=True))
+    return e / np.sum(e, axis=axis, keepdims=True)

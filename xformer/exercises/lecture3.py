@@ -1,0 +1,500 @@
+"""Lecture 3: attention, causal masks, grouped heads, rotary positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xformer import layers, ops
+from xformer.exercises.exercise import Exercise, Mistake, normal, softmax, total
+
+UNSCALED = "the factor K^-1/2 is missing in dq and dk: scores = q k^T K^-1/2"
+TRANSPOSED = "dq = dscores k K^-1/2, not dscores k^T: its shapes fit only if T, S and K are equal"
+TINY = "adding -1e-20 to a score masks nothing: a forbidden key needs -inf, or a probability of 0"
+BY_DK = "all three weights are computed from dk: dw_q = x^T dq, dw_k = x^T dk, dw_v = x^T dv"
+DIAGONAL = "a row of x is in a row and in a column of y, so both products of dy are needed in full"
+
+
+def _t(x: Any) -> Any:
+    return np.swapaxes(x, -1, -2)
+
+
+def _attention(a: SimpleNamespace, dy: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """scale, probs, dprobs, dscores and the right dq."""
+    scale = a.q.shape[-1] ** -0.5
+    probs = softmax(a.q @ _t(a.k) * scale)
+    dprobs = dy @ _t(a.v)
+    dscores = probs * (dprobs - total(dprobs * probs))
+    return scale, probs, dprobs, dscores, dscores @ a.k * scale
+
+
+def _unscaled(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    _, _, _, dscores, _ = _attention(a, dy)
+    return {"dq": dscores @ a.k, "dk": _t(dscores) @ a.q}
+
+
+def _keys_transposed(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    scale, _, _, dscores, _ = _attention(a, dy)
+    return {"dq": dscores @ _t(a.k) * scale}
+
+
+def _without_softmax(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    scale, _, dprobs, _, _ = _attention(a, dy)
+    return {"dq": dprobs @ a.k * scale, "dk": _t(dprobs) @ a.q * scale}
+
+
+def _without_sum(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    scale, probs, dprobs, _, _ = _attention(a, dy)
+    return {"dq": probs * dprobs @ a.k * scale, "dk": _t(probs * dprobs) @ a.q * scale}
+
+
+def _no_scale_forward(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    return {"y": softmax(a.q @ _t(a.k)) @ a.v}
+
+
+def _scale_without_root(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    return {"y": softmax(a.q @ _t(a.k) / a.q.shape[-1]) @ a.v}
+
+
+def _over_queries(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    return {"y": softmax(a.q @ _t(a.k) * a.q.shape[-1] ** -0.5, axis=-2) @ a.v}
+
+
+ATTENTION = Exercise(
+    name="attention",
+    lecture=3,
+    summary="backward of attention: q, k and v of every head",
+    task="""Write the backward of attention.
+
+q (B, H, T, K), k (B, H, S, K), v (B, H, S, M) -> y (B, H, T, M).    y = softmax(scores) v,
+    scores = q k^T K^-1/2, of shape (B, H, T, S); softmax over the S keys
+
+Every batch and head is computed alone. `a.mT` is the transpose of the last two axes. The forward is
+given.
+""",
+    code='''
+
+def attention(q, k, v):
+    """y = softmax(q k^T K^-1/2) v."""
+    xp = array_namespace(q)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    e = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+    probs = e / xp.sum(e, axis=-1, keepdims=True)
+    return probs @ v, (q, k, v, probs)
+
+
+def attention_backward(dy, saved):
+    """(dq, dk, dv), in the shapes of q, k and v."""
+    q, k, v, probs = saved
+    xp = array_namespace(dy)
+    raise NotImplementedError
+''',
+    reference=ops.sdpa,
+    draws={
+        "T 5, S 3, K 7": normal(q=(2, 1, 5, 7), k=(2, 1, 3, 7), v=(2, 1, 3, 2)),
+        "T, S, K, M 4": normal(q=(1, 2, 4, 4), k=(1, 2, 4, 4), v=(1, 2, 4, 4)),
+    },
+    source="xformer/ops/sdpa.py",
+    page="docs/derivations/sdpa.md",
+    mistakes=(
+        Mistake(UNSCALED, _unscaled, "003-unscaled"),
+        Mistake(TRANSPOSED, _keys_transposed, "004-keys-transposed"),
+        Mistake("the backward of softmax is left out: dscores is not dprobs", _without_softmax),
+        Mistake(
+            "the sum in the backward of softmax is missing: probs * (dprobs - sum(dprobs * probs))",
+            _without_sum,
+        ),
+        Mistake("the scores need the factor K^-1/2", _no_scale_forward),
+        Mistake("the scores are divided by K: divide by its root", _scale_without_root),
+        Mistake("softmax must run over the keys, the last axis", _over_queries),
+    ),
+)
+
+
+def _causal(a: SimpleNamespace, allowed: Any, stand_in: float) -> dict[str, Any]:
+    """y with a number added to forbidden scores."""
+    scores = a.q @ _t(a.k) * a.q.shape[-1] ** -0.5
+    return {"y": softmax(scores + np.where(allowed, 0, stand_in)) @ a.v}
+
+
+def _lower(a: SimpleNamespace, shift: int) -> Any:
+    return np.tri(a.q.shape[-2], a.k.shape[-2], shift, dtype=bool)
+
+
+def _offset(a: SimpleNamespace) -> int:
+    return a.k.shape[-2] - a.q.shape[-2]
+
+
+CAUSAL_ATTENTION = Exercise(
+    name="causal_attention",
+    lecture=3,
+    summary="attention in which no query sees a later key, forward and backward",
+    task="""Write causal attention, forward and backward.
+
+q (B, H, T, K), k (B, H, S, K), v (B, H, S, M) -> y (B, H, T, M).    y = softmax(scores) v,
+    scores = q k^T K^-1/2, over the keys that a query may attend to
+
+The last query is at the position of the last key: query i attends to keys j <= i + S - T. A query
+without any key (T > S) gives 0, and has gradient 0.
+""",
+    code='''
+
+def causal_attention(q, k, v):
+    """y = softmax(q k^T K^-1/2) v over keys j <= i + S - T."""
+    xp = array_namespace(q)
+    raise NotImplementedError
+
+
+def causal_attention_backward(dy, saved):
+    """(dq, dk, dv), in the shapes of q, k and v."""
+    raise NotImplementedError
+''',
+    reference=partial(ops.sdpa, causal=True),
+    draws={
+        "T 5, S 5": normal(q=(2, 1, 5, 7), k=(2, 1, 5, 7), v=(2, 1, 5, 2)),
+        "T 2, S 5": normal(q=(1, 2, 2, 3), k=(1, 2, 5, 3), v=(1, 2, 5, 4)),
+        "T 5, S 3": normal(q=(1, 1, 5, 7), k=(1, 1, 3, 7), v=(1, 1, 3, 2)),
+    },
+    source="xformer/ops/sdpa.py",
+    page="docs/derivations/sdpa.md",
+    mistakes=(
+        Mistake(TINY, lambda a, dy: _causal(a, _lower(a, _offset(a)), -1e-20)),
+        Mistake(
+            "a query also attends to the key at its own position",
+            lambda a, dy: _causal(a, _lower(a, _offset(a) - 1), -1e30),
+        ),
+        Mistake(
+            "the mask is aligned with the first key: query i attends to j <= i + S - T",
+            lambda a, dy: _causal(a, _lower(a, 0), -1e30),
+        ),
+        Mistake(
+            "a query without any key must give 0; a large negative number in all its scores gives "
+            "the mean of the values",
+            lambda a, dy: _causal(a, _lower(a, _offset(a)), -1e30),
+        ),
+        Mistake(
+            "a query without any key gives 0 / 0: it must give 0",
+            lambda a, dy: _causal(a, _lower(a, _offset(a)), -np.inf),
+        ),
+    ),
+)
+
+
+def _interleaved_heads(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    n = a.q.shape[1] // a.k.shape[1]
+    k, v = (np.tile(x, (1, n, 1, 1)) for x in (a.k, a.v))
+    return {"y": softmax(a.q @ _t(k) * a.q.shape[-1] ** -0.5) @ v}
+
+
+def _last_of_group(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    n = a.q.shape[1] // a.k.shape[1]
+    wide = SimpleNamespace(q=a.q, k=np.repeat(a.k, n, axis=1), v=np.repeat(a.v, n, axis=1))
+    scale, probs, _, dscores, _ = _attention(wide, dy)
+    dk, dv = _t(dscores) @ a.q * scale, _t(probs) @ dy
+    return {"dk": dk[:, n - 1 :: n], "dv": dv[:, n - 1 :: n]}
+
+
+GROUPED_ATTENTION = Exercise(
+    name="grouped_attention",
+    lecture=3,
+    summary="several query heads share a key and value head, forward and backward",
+    task="""Write attention with grouped heads (arXiv:2305.13245), forward and backward.
+
+q (B, H, T, K), k (B, G, S, K), v (B, G, S, M) -> y (B, H, T, M).    G divides H.
+Query head h attends to key and value head h // (H / G): 0, 0, 1, 1 for H = 4, G = 2.
+
+`xp.repeat(k, n, axis=1)` repeats each head n times. What is its backward?
+""",
+    code='''
+
+def grouped_attention(q, k, v):
+    """y = softmax(q k^T K^-1/2) v with shared heads of k and v."""
+    xp = array_namespace(q)
+    raise NotImplementedError
+
+
+def grouped_attention_backward(dy, saved):
+    """(dq, dk, dv), in the shapes of q, k and v."""
+    raise NotImplementedError
+''',
+    reference=ops.sdpa,
+    draws={
+        "H 6, G 2": normal(q=(2, 6, 5, 7), k=(2, 2, 3, 7), v=(2, 2, 3, 4)),
+        "H 2, G 1": normal(q=(1, 2, 3, 5), k=(1, 1, 7, 5), v=(1, 1, 7, 3)),
+    },
+    source="xformer/ops/sdpa.py",
+    page="docs/derivations/sdpa.md",
+    mistakes=(
+        Mistake("heads of a group are neighbours: h // (H / G), not h mod G", _interleaved_heads),
+        Mistake(
+            "a shared head gets the sum over its group; this is the last of the group alone",
+            _last_of_group,
+        ),
+    ),
+)
+
+
+def _turned(x: Any, cos: Any, sin: Any) -> Any:
+    half = cos.shape[-1]
+    p, q = x[..., :half], x[..., half : 2 * half]
+    return np.concatenate([p * cos - q * sin, q * cos + p * sin, x[..., 2 * half :]], axis=-1)
+
+
+def _inverse(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    square = a.cos**2 + a.sin**2
+    return {"dx": _turned(dy, a.cos / square, -a.sin / square)}
+
+
+def _neighbours(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    half = a.cos.shape[-1]
+    p, q = a.x[..., 0 : 2 * half : 2], a.x[..., 1 : 2 * half : 2]
+    pairs = np.stack([p * a.cos - q * a.sin, q * a.cos + p * a.sin], axis=-1)
+    return {"y": np.concatenate([pairs.reshape(*p.shape[:-1], -1), a.x[..., 2 * half :]], axis=-1)}
+
+
+def _tables(length: int, half: int, factor: float = 1.0) -> dict[str, Any]:
+    angles = np.arange(length)[:, None] * 100.0 ** -(np.arange(half) / half)
+    return {"cos": factor * np.cos(angles), "sin": factor * np.sin(angles)}
+
+
+ROPE = Exercise(
+    name="rope",
+    lecture=3,
+    summary="backward of rotary positions: a transpose",
+    task="""Write the backward of rotary position embedding (arXiv:2104.09864).
+
+x, y: (B, H, T, K);  cos, sin: (T, R/2), R <= K, without a gradient. Channel i and channel i + R/2
+are a pair (p, q), which is turned:    (p, q) -> (p cos - q sin, q cos + p sin)
+
+The other K - R channels stay. The forward is given. In one case of the check, the tables have a
+factor: cos^2 + sin^2 is not 1.
+""",
+    code='''
+
+def rope(x, *, cos, sin):
+    """x with turned pairs of channels."""
+    xp = array_namespace(x)
+    half = cos.shape[-1]
+    p, q = x[..., :half], x[..., half : 2 * half]
+    y = xp.concat([p * cos - q * sin, q * cos + p * sin, x[..., 2 * half :]], axis=-1)
+    return y, (cos, sin)
+
+
+def rope_backward(dy, saved):
+    """dx, in the shape of x."""
+    cos, sin = saved
+    xp = array_namespace(dy)
+    raise NotImplementedError
+''',
+    reference=ops.rope,
+    draws={
+        "all channels": normal(_tables(5, 3), x=(2, 3, 5, 6)),
+        "R 4 of K 7": normal(_tables(3, 2), x=(1, 2, 3, 7)),
+        "a factor in the tables": normal(_tables(3, 2, 1.5), x=(1, 2, 3, 4)),
+    },
+    source="xformer/ops/rope.py",
+    page="docs/derivations/rope.md",
+    mistakes=(
+        Mistake(
+            "dy is turned forward once more: the transpose turns by -sin",
+            lambda a, dy: {"dx": _turned(dy, a.cos, a.sin)},
+        ),
+        Mistake(
+            "this is the inverse; the gradient is the transpose, which keeps the factor", _inverse
+        ),
+        Mistake("pairs are (i, i + R/2), not neighbours", _neighbours),
+    ),
+)
+
+
+class _SelfAttentionCache(NamedTuple):
+    cache: Any
+
+    def backward(self, dy: Any) -> Any:
+        dx, d, *_ = self.cache.backward(dy)
+        return dx, d.q.w, d.kv.k.w, d.kv.v.w, d.o.w
+
+
+def _self_attention(x: Any, w_q: Any, w_k: Any, w_v: Any, w_o: Any) -> tuple[Any, Any]:
+    q, k, v, o = (layers.LinearParams(w, None) for w in (w_q, w_k, w_v, w_o))
+    params = layers.AttentionParams(q, layers.KeyValueParams(k, v), o)
+    y, cache = layers.attention(x, params, n_heads=1)
+    return y, _SelfAttentionCache(cache)
+
+
+def _weights(a: SimpleNamespace, dy: Any) -> Any:
+    """dw_k of self-attention with one head."""
+    b = SimpleNamespace(q=a.x @ a.w_q, k=a.x @ a.w_k, v=a.x @ a.w_v)
+    scale, _, _, dscores, _ = _attention(b, dy @ a.w_o.T)
+    dk = _t(dscores) @ b.q * scale
+    return np.sum(_t(a.x) @ dk, axis=0)
+
+
+def _by_dk(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    return {"dw_q": _weights(a, dy), "dw_v": _weights(a, dy)}
+
+
+SELF_ATTENTION_MISTAKE = Exercise(
+    name="self_attention_mistake",
+    function="self_attention",
+    lecture=3,
+    summary="find the mistake in a published backward of self-attention",
+    task="""Find the mistake. A published program has this backward of self-attention with one head.
+
+x (B, T, D), w_q, w_k, w_v, w_o (D, D) -> y (B, T, D).    y = softmax(q k^T D^-1/2) v w_o,
+    q = x w_q, k = x w_k, v = x w_v
+""",
+    code='''
+
+def self_attention(x, w_q, w_k, w_v, w_o):
+    """y = softmax(q k^T D^-1/2) v w_o."""
+    xp = array_namespace(x)
+    q, k, v = x @ w_q, x @ w_k, x @ w_v
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    e = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+    probs = e / xp.sum(e, axis=-1, keepdims=True)
+    ctx = probs @ v
+    return ctx @ w_o, (x, w_q, w_k, w_v, w_o, q, k, v, probs, ctx)
+
+
+def self_attention_backward(dy, saved):
+    """(dx, dw_q, dw_k, dw_v, dw_o)."""
+    x, w_q, w_k, w_v, w_o, q, k, v, probs, ctx = saved
+    xp = array_namespace(dy)
+    dctx = dy @ w_o.T
+    dprobs = dctx @ v.mT
+    dscores = probs * (dprobs - xp.sum(dprobs * probs, axis=-1, keepdims=True))
+    dscores = dscores * q.shape[-1] ** -0.5
+    dq, dk, dv = dscores @ k, dscores.mT @ q, probs.mT @ dctx
+    dx = dq @ w_q.T + dk @ w_k.T + dv @ w_v.T
+    dw_q, dw_k, dw_v = (xp.sum(x.mT @ dk, axis=0) for _ in range(3))
+    return dx, dw_q, dw_k, dw_v, xp.sum(ctx.mT @ dy, axis=0)
+''',
+    reference=_self_attention,
+    draws={
+        "x (2, 3, 5)": normal(
+            scale=0.7, x=(2, 3, 5), w_q=(5, 5), w_k=(5, 5), w_v=(5, 5), w_o=(5, 5)
+        )
+    },
+    source="xformer/layers/attention.py",
+    page="docs/errata.md",
+    mistakes=(
+        Mistake(BY_DK, _by_dk, "004-weights-by-dk"),
+        Mistake(
+            "the gradient of the output weights is thrown away: without it they never learn",
+            lambda a, dy: {"dw_o": np.zeros_like(a.w_o)},
+            "004-output-weights-dropped",
+        ),
+    ),
+    planted=(BY_DK,),
+)
+
+
+class _ScoresCache(NamedTuple):
+    to_h: Any
+    to_y: Any
+
+    def backward(self, dy: Any) -> Any:
+        dh, dxt, _ = self.to_y.backward(dy)
+        dx, da, _ = self.to_h.backward(dh)
+        return dx + dxt.T, da
+
+
+def _scores(x: Any, a: Any) -> tuple[Any, Any]:
+    h, to_h = ops.linear(x, a)
+    y, to_y = ops.linear(h, x.T)
+    return y, _ScoresCache(to_h, to_y)
+
+
+SCORES_MISTAKE = Exercise(
+    name="scores_mistake",
+    function="scores",
+    lecture=3,
+    summary="find the mistake in a published proof about the scores of self-attention",
+    task="""Find the mistake. A published proof has this gradient of the scores of self-attention.
+
+x (T, D), a (D, D) -> y (T, T).    y = x a x^T, in which a stands for w_q w_k^T
+
+The proof says: the score of tokens k and l does not depend on row i of x if k or l is another row.
+""",
+    code='''
+
+def scores(x, a):
+    """y = x a x^T."""
+    return x @ a @ x.T, (x, a)
+
+
+def scores_backward(dy, saved):
+    """(dx, da), in the shapes of x and a."""
+    x, a = saved
+    xp = array_namespace(dy)
+    diagonal = xp.linalg.diagonal(dy)[:, None]
+    dx = diagonal * (x @ a.T + x @ a)
+    return dx, x.T @ dy @ x
+''',
+    reference=_scores,
+    draws={"x (5, 3)": normal(x=(5, 3), a=(3, 3))},
+    source="xformer/layers/attention.py",
+    page="docs/errata.md",
+    mistakes=(
+        Mistake(
+            DIAGONAL,
+            lambda a, dy: {"dx": np.diag(dy)[:, None] * (a.x @ a.a.T + a.x @ a.a)},
+            "003-row-or-column",
+        ),
+        Mistake(
+            "x is also the right factor: a second term is missing",
+            lambda a, dy: {"dx": dy @ a.x @ a.a.T},
+        ),
+    ),
+    planted=(DIAGONAL,),
+)
+
+ATTENTION_MISTAKE = replace(
+    ATTENTION,
+    name="attention_mistake",
+    function="attention",
+    summary="find the mistake in a published backward of attention",
+    task="""Find the mistake. A published program has this backward of attention.
+
+q (B, H, T, K), k (B, H, S, K), v (B, H, S, M) -> y (B, H, T, M).    y = softmax(scores) v,
+    scores = q k^T K^-1/2, of shape (B, H, T, S)
+
+It was run with 4 tokens and heads of width 4 only.
+""",
+    code='''
+
+def attention(q, k, v):
+    """y = softmax(q k^T K^-1/2) v."""
+    xp = array_namespace(q)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    e = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+    probs = e / xp.sum(e, axis=-1, keepdims=True)
+    return probs @ v, (q, k, v, probs)
+
+
+def attention_backward(dy, saved):
+    """(dq, dk, dv), in the shapes of q, k and v."""
+    q, k, v, probs = saved
+    xp = array_namespace(dy)
+    dprobs = dy @ v.mT
+    dscores = probs * (dprobs - xp.sum(dprobs * probs, axis=-1, keepdims=True))
+    dscores = dscores * q.shape[-1] ** -0.5
+    return dscores @ k.mT, dscores.mT @ q, probs.mT @ dy
+''',
+    planted=(TRANSPOSED,),
+)
+
+EXERCISES = (
+    ATTENTION,
+    CAUSAL_ATTENTION,
+    GROUPED_ATTENTION,
+    ROPE,
+    ATTENTION_MISTAKE,
+    SELF_ATTENTION_MISTAKE,
+    SCORES_MISTAKE,
+)
