@@ -163,26 +163,32 @@ def test_general_hints() -> None:
 
         return str(graded("linear", {**SOLUTIONS, "linear_backward": backward}))
 
-    assert "dw: " in hint(lambda dx, dw, db: (dx, -dw, db))
+    assert "dw wrong:\n  relative error" in hint(lambda dx, dw, db: (dx, -dw, db))
     assert "hint: the sign is wrong" in hint(lambda dx, dw, db: (dx, -dw, db))
     said = hint(lambda dx, dw, db: (dx, 3 * dw, db))
     assert "hint: it is 3 times too large: 3 is a size, or a product of sizes, of x" in said
     assert "hint: it is 7.5 times too small" in hint(lambda dx, dw, db: (dx, dw, db / 7.5))
     assert "hint: it is zero" in hint(lambda dx, dw, db: (dx, 0 * dw, db))
     said = hint(lambda dx, dw, db: (dx, dw.T, db))
-    assert "dw: must have shape (3, 7), got (7, 3)" in said and "hint: it is transposed" in said
+    assert (
+        "dw wrong:\n  must have shape (3, 7), got (7, 3)" in said
+        and "hint: it is transposed" in said
+    )
     said = hint(lambda dx, dw, db: (dx, dw, np.stack([db / 2, db / 2])))
     assert "hint: sum it over the axes that the argument does not have" in said
-    assert "dx, dw, db: linear_backward must return 3 gradients (dx, dw, db), got 2" in hint(
-        lambda dx, dw, db: (dx, dw)
+    assert (
+        "dx, dw, db wrong:\n  linear_backward must return 3 gradients (dx, dw, db), got 2"
+        in hint(lambda dx, dw, db: (dx, dw))
     )
-    assert "db: must be an array, float64 of shape (7,), got None" in hint(
+    assert "db wrong:\n  must be an array, float64 of shape (7,), got None" in hint(
         lambda dx, dw, db: (dx, dw, None)
     )
-    assert "db: must be float64 of shape (7,), got float32" in hint(
+    assert "db wrong:\n  must be float64 of shape (7,), got float32" in hint(
         lambda dx, dw, db: (dx, dw, db.astype("float32"))
     )
-    assert "db: must be finite, got nan at db[0]" in hint(lambda dx, dw, db: (dx, dw, db * np.nan))
+    assert "db wrong:\n  must be finite, got nan at db[0]" in hint(
+        lambda dx, dw, db: (dx, dw, db * np.nan)
+    )
     assert np.all(w == 0)
 
 
@@ -215,15 +221,17 @@ def test_functions_that_do_not_work() -> None:
         return dx
 
     missing = {k: v for k, v in SOLUTIONS.items() if k != "softmax_backward"}
-    assert "y: softmax raises KeyError: 'key'" in softmax_with(softmax=raises)
-    assert "inputs: softmax writes to its argument x" in softmax_with(softmax=writes)
-    assert "dx: softmax_backward writes to dy" in softmax_with(softmax_backward=writes_dy)
+    assert "y wrong:\n  softmax raises KeyError: 'key'" in softmax_with(softmax=raises)
+    assert "inputs wrong:\n  softmax writes to its argument x" in softmax_with(softmax=writes)
+    assert "dx wrong:\n  softmax_backward writes to dy" in softmax_with(softmax_backward=writes_dy)
     assert "it changes `saved`" in softmax_with(softmax_backward=changes)
-    assert "dx: the file has no function softmax_backward" in str(graded("softmax", missing))
+    assert "dx wrong:\n  the file has no function softmax_backward" in str(
+        graded("softmax", missing)
+    )
     said = softmax_with(softmax=lambda x: solutions.softmax(x)[0])
-    assert "y: softmax must return (y, saved), got an array of shape (5, 7)" in said
+    assert "y wrong:\n  softmax must return (y, saved), got an array of shape (5, 7)" in said
     said = softmax_with(softmax=lambda x: (1.0, None))
-    assert "y: must be an array, float64 of shape (5, 7), got a float" in said
+    assert "y wrong:\n  must be an array, float64 of shape (5, 7), got a float" in said
     said = str(graded("adamw_step", {"adamw_step": lambda p, *_, **__: p}))
     assert "adamw_step must return (p, m, v), got an array of shape (3, 5)" in said
 
@@ -245,8 +253,9 @@ def test_a_backward_of_another_library_is_told() -> None:
     result = grade(
         get("softmax"), {**SOLUTIONS, "softmax": softmax}, [NUMPY, backends.get("array-api-strict")]
     )
-    assert "y: must be an array of array-api-strict, got an array of shape (5, 7) of NumPy" in str(
-        result
+    assert (
+        "y wrong:\n  must be an array of array-api-strict, got an array of shape (5, 7) of NumPy"
+        in str(result)
     )
     assert {f.library for f in result.wrong} == {"array-api-strict"}
     assert strict
@@ -280,7 +289,7 @@ def test_write_then_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--check other.py" in capsys.readouterr().out
     assert main(["exercise", "relu", "--check", "other.py"]) == 1
     said = capsys.readouterr().out
-    assert "y: relu is still to be written" in said and "numpy" in said
+    assert "y wrong:\n  relu is still to be written" in said and "numpy" in said
     path.write_text(Path(solutions.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     assert main(["exercise", "relu", "--check"]) == 0
     said = capsys.readouterr().out

@@ -21,15 +21,18 @@ Draw = Callable[[np.random.Generator], tuple[dict[str, Any], dict[str, Any]]]
 Formula = Callable[[SimpleNamespace, Any], dict[str, Any]]
 
 GRADIENTS = """\
-`{function}` returns (y, saved). What is in `saved` is your choice: all that backward needs.
-`{function}_backward(dy, saved)` gets the gradient dy of the loss with respect to y, in the shape of
-y, and returns the gradients of the arrays in the order of the arguments: {gradients}.
+The first function returns (y, saved). What is in `saved` is your choice: all that backward needs.
+The second one gets `saved` and dy, the gradient of the loss with respect to y, in the shape of y.
+It returns the gradients of the arrays in the order of the arguments: {gradients}.
+
 """
 RULES = """\
-Write only functions of the array API standard (`xp.exp`, `xp.sum(x, axis=-1, keepdims=True)`,
-`xp.where`, `@`), then the file runs on NumPy, PyTorch and JAX. Do not write into an array.
+Use functions of the array API standard only (`xp.exp(x)`, `xp.where`, `@`, and
+`xp.sum(x, axis=-1, keepdims=True)`, not `x.sum(-1)`): then the file runs on NumPy, PyTorch, JAX and
+others. Do not write into arrays; those of JAX cannot be written to.
 
-Check: xformer exercise {name} --check
+Lecture: docs/lectures/{lecture}.md
+Check:   xformer exercise {name} --check
 """
 IMPORTS = "from array_api_compat import array_namespace\n"
 
@@ -91,12 +94,10 @@ class Exercise:
     @property
     def stub(self) -> str:
         """The text of the file that the learner completes."""
-        rules = RULES.format(name=self.name)
+        rules = RULES.format(name=self.name, lecture=self.lecture)
         if self.has_backward:
-            names = ", ".join(self.gradient_names)
-            rules = GRADIENTS.format(function=self.function_name, gradients=names) + rules
-        text = f'"""Exercise {self.name}, lecture {self.lecture}. {self.task}\n{rules}"""\n\n'
-        return f"{text}{IMPORTS}{self.code}"
+            rules = GRADIENTS.format(gradients=", ".join(self.gradient_names)) + rules
+        return f'"""{self.task}\n{rules}"""\n\n{IMPORTS}{self.code}'
 
     @property
     def gradient_names(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import math
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -78,17 +79,17 @@ class Grade(NamedTuple):
             for finding in self.wrong:
                 if finding.row == row:
                     first.setdefault(finding.library, finding)
-            by_text: dict[str, list[str]] = {}
+            by_text: dict[tuple[str, str], list[str]] = {}
             for library, finding in first.items():
-                by_text.setdefault(f"{finding.says}\n  case {finding.case}, on ", []).append(
-                    library
-                )
-            lines = [text + ", ".join(on) for text, on in by_text.items()]
+                by_text.setdefault((finding.says, finding.case), []).append(library)
+            lines = [
+                f"  {says}\n    on {', '.join(on)}; {case}" for (says, case), on in by_text.items()
+            ]
             lines += [f"  hint: {hint}" for hint in self.hints.get(row, ())]
             if lines:
                 texts.setdefault("\n".join(lines), []).append(row)
         for text, same in list(texts.items())[:MOST]:
-            yield f"\n{', '.join(same)}: {text}"
+            yield f"\n{', '.join(same)} wrong:\n{text}"
         if len(texts) > MOST:
             yield f"\nand {sum(map(len, list(texts.values())[MOST:]))} more"
 
@@ -116,14 +117,14 @@ def grade(exercise: Exercise, names: Mapping[str, Any], libraries: Sequence[Back
     libraries: backends with float64.
     """
     findings: list[Finding] = []
-    hints: dict[str, dict[str, None]] = {}
+    hints: dict[str, list[str]] = {}
     for backend in libraries:
         for case in exercise.draws:
             run = _Run(exercise, names, backend, case)
             findings += run.findings()
             for row, hint in run.hints():
-                hints.setdefault(row, {})[hint] = None
-    by_row = {row: tuple(found) for row, found in hints.items()}
+                hints.setdefault(row, []).append(hint)
+    by_row = {row: tuple(dict.fromkeys(found)) for row, found in hints.items()}
     return Grade(exercise, tuple(b.name for b in libraries), tuple(findings), by_row)
 
 
@@ -320,7 +321,7 @@ class _Run:
         known = self._known(wrong)
         yield from known
         for row in wrong:
-            if row not in {named for named, _ in known}:
+            if row not in dict(known) and np.all(np.isfinite(self.got[row])):
                 yield from ((row, hint) for hint in self._generic(row))
 
     def _known(self, wrong: list[str]) -> list[tuple[str, str]]:
@@ -400,9 +401,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _distance(a: Any, b: Any) -> float:
     """The largest difference, relative to the largest element of b."""
-    if a.size == 0:
-        return 0.0
-    return float(np.max(abs(a - b)) / (np.max(abs(b)) or 1.0))
+    return float(np.max(abs(a - b), initial=0) / (np.max(abs(b), initial=0) or 1.0))
 
 
 def _flat(outputs: Any) -> dict[str, Any]:
@@ -434,4 +433,4 @@ def _raised(error: Exception, path: Any) -> str:
     """The error as text, with the last line of the learner's file that led to it."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     where = f" (line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{where}"
+    return f"{type(error).__name__}: {shorten(str(error), 160)}{where}"

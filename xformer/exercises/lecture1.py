@@ -57,7 +57,7 @@ def linear_backward(dy, saved):
     """(dx, dw, db), in the shapes of x, w and b."""
     x, w = saved
     xp = array_namespace(dy)
-    raise NotImplementedError
+    raise NotImplementedError  # return dx, dw, db
 ''',
     reference=ops.linear,
     draws={
@@ -91,12 +91,12 @@ x, y: any shape, the same.    y = max(0, x), elementwise. The derivative at 0 is
 def relu(x):
     """y = max(0, x)."""
     xp = array_namespace(x)
-    raise NotImplementedError
+    raise NotImplementedError  # return y, saved
 
 
 def relu_backward(dy, saved):
     """dx, in the shape of x."""
-    raise NotImplementedError
+    raise NotImplementedError  # return dx
 ''',
     reference=ops.relu,
     draws={"x (5, 7)": normal(x=(5, 7)), "x (2, 3, 5)": normal(x=(2, 3, 5))},
@@ -128,12 +128,12 @@ subtracted from a row without changing y?
 def softmax(x):
     """y = exp(x) / sum(exp(x)) over the last axis."""
     xp = array_namespace(x)
-    raise NotImplementedError
+    raise NotImplementedError  # return y, saved
 
 
 def softmax_backward(dy, saved):
     """dx, in the shape of x."""
-    raise NotImplementedError
+    raise NotImplementedError  # return dx
 ''',
     reference=ops.softmax,
     draws={

@@ -105,7 +105,7 @@ def layer_norm_backward(dy, saved):
     """(dx, dw, db), in the shapes of x, w and b."""
     x, w, mean, rstd = saved
     xp = array_namespace(dy)
-    raise NotImplementedError
+    raise NotImplementedError  # return dx, dw, db
 ''',
     reference=ops.layer_norm,
     draws={
@@ -186,12 +186,12 @@ x, y: (..., D);  w: (D,).    y = w * x / sqrt(mean(x^2) + eps), mean over the la
 def rms_norm(x, w, *, eps):
     """y = w * x / sqrt(mean(x^2) + eps) over the last axis."""
     xp = array_namespace(x)
-    raise NotImplementedError
+    raise NotImplementedError  # return y, saved
 
 
 def rms_norm_backward(dy, saved):
     """(dx, dw), in the shapes of x and w."""
-    raise NotImplementedError
+    raise NotImplementedError  # return dx, dw
 ''',
     reference=ops.rms_norm,
     draws={
@@ -238,19 +238,20 @@ logits (..., V), targets (...) integers in [0, V) -> loss (), the mean over all 
     log(sum_j exp(logits_j)) - logits_target
 
 Targets have no gradient. dy is the gradient of a later loss with respect to this one: a number, not
-always 1. The check also has logits near 1000. `targets[..., None] == xp.arange(V)` marks targets.
+always 1. The check also has logits near 1000. `targets[..., None] == xp.arange(V)` marks targets;
+`xp.astype(marks, logits.dtype)` makes numbers of it.
 """,
     code='''
 
 def cross_entropy(logits, *, targets):
     """The mean of log(sum(exp(logits))) - logits[target], an array of shape ()."""
     xp = array_namespace(logits)
-    raise NotImplementedError
+    raise NotImplementedError  # return loss, saved
 
 
 def cross_entropy_backward(dy, saved):
     """dlogits, in the shape of logits."""
-    raise NotImplementedError
+    raise NotImplementedError  # return dlogits
 ''',
     reference=ops.cross_entropy,
     draws={
@@ -272,6 +273,10 @@ def cross_entropy_backward(dy, saved):
         Mistake(
             "the 1 of the target is missing: dlogits = (probs - [target]) dy / N",
             lambda a, dy: {"dlogits": softmax(a.logits) * dy / a.targets.size},
+        ),
+        Mistake(
+            "dy is left out, and the loss is a mean: dlogits = (probs - [target]) dy / N",
+            lambda a, dy: {"dlogits": softmax(a.logits) - _one_hot(a)},
         ),
         Mistake(
             "dy is left out",

@@ -91,7 +91,7 @@ def attention_backward(dy, saved):
     """(dq, dk, dv), in the shapes of q, k and v."""
     q, k, v, probs = saved
     xp = array_namespace(dy)
-    raise NotImplementedError
+    raise NotImplementedError  # return dq, dk, dv
 ''',
     reference=ops.sdpa,
     draws={
@@ -146,12 +146,12 @@ without any key (T > S) gives 0, and has gradient 0.
 def causal_attention(q, k, v):
     """y = softmax(q k^T K^-1/2) v over keys j <= i + S - T."""
     xp = array_namespace(q)
-    raise NotImplementedError
+    raise NotImplementedError  # return y, saved
 
 
 def causal_attention_backward(dy, saved):
     """(dq, dk, dv), in the shapes of q, k and v."""
-    raise NotImplementedError
+    raise NotImplementedError  # return dq, dk, dv
 ''',
     reference=partial(ops.sdpa, causal=True),
     draws={
@@ -190,12 +190,24 @@ def _interleaved_heads(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
     return {"y": softmax(a.q @ _t(k) * a.q.shape[-1] ** -0.5) @ v}
 
 
-def _last_of_group(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+def _repeated(a: SimpleNamespace, dy: Any) -> tuple[Any, Any, int]:
+    """dk and dv of the repeated heads, and the size of a group."""
     n = a.q.shape[1] // a.k.shape[1]
     wide = SimpleNamespace(q=a.q, k=np.repeat(a.k, n, axis=1), v=np.repeat(a.v, n, axis=1))
     scale, probs, _, dscores, _ = _attention(wide, dy)
-    dk, dv = _t(dscores) @ a.q * scale, _t(probs) @ dy
+    return _t(dscores) @ a.q * scale, _t(probs) @ dy, n
+
+
+def _last_of_group(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    dk, dv, n = _repeated(a, dy)
     return {"dk": dk[:, n - 1 :: n], "dv": dv[:, n - 1 :: n]}
+
+
+def _mean_of_group(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    grads = {}
+    for name, d in zip(("dk", "dv"), _repeated(a, dy), strict=False):
+        grads[name] = np.mean(d.reshape(*a.k.shape[:2], -1, *d.shape[2:]), axis=2)
+    return grads
 
 
 GROUPED_ATTENTION = Exercise(
@@ -214,12 +226,12 @@ Query head h attends to key and value head h // (H / G): 0, 0, 1, 1 for H = 4, G
 def grouped_attention(q, k, v):
     """y = softmax(q k^T K^-1/2) v with shared heads of k and v."""
     xp = array_namespace(q)
-    raise NotImplementedError
+    raise NotImplementedError  # return y, saved
 
 
 def grouped_attention_backward(dy, saved):
     """(dq, dk, dv), in the shapes of q, k and v."""
-    raise NotImplementedError
+    raise NotImplementedError  # return dq, dk, dv
 ''',
     reference=ops.sdpa,
     draws={
@@ -230,6 +242,11 @@ def grouped_attention_backward(dy, saved):
     page="docs/derivations/sdpa.md",
     mistakes=(
         Mistake("heads of a group are neighbours: h // (H / G), not h mod G", _interleaved_heads),
+        Mistake(
+            "these are the gradients of the repeated heads: sum them over each group",
+            lambda a, dy: dict(zip(("dk", "dv"), _repeated(a, dy), strict=False)),
+        ),
+        Mistake("a shared head gets the sum over its group, not the mean", _mean_of_group),
         Mistake(
             "a shared head gets the sum over its group; this is the last of the group alone",
             _last_of_group,
@@ -288,7 +305,7 @@ def rope_backward(dy, saved):
     """dx, in the shape of x."""
     cos, sin = saved
     xp = array_namespace(dy)
-    raise NotImplementedError
+    raise NotImplementedError  # return dx
 ''',
     reference=ops.rope,
     draws={

@@ -41,19 +41,20 @@ EMBEDDING = Exercise(
 table (V, D), ids (...) integers in [0, V) -> y (..., D).    y = table[ids]
 
 Some ids appear several times, some never. `xp.take(table, i, axis=0)` takes rows; i has one axis.
-Look-up is a product with a one-hot matrix: `i[:, None] == xp.arange(V)`.
+Look-up is a product with a one-hot matrix: `i[:, None] == xp.arange(V)`, made numbers by
+`xp.astype(marks, table.dtype)`. So the backward is a product too.
 """,
     code='''
 
 def embedding(table, *, ids):
     """y = table[ids]."""
     xp = array_namespace(table)
-    raise NotImplementedError
+    raise NotImplementedError  # return y, saved
 
 
 def embedding_backward(dy, saved):
     """dtable, in the shape of table."""
-    raise NotImplementedError
+    raise NotImplementedError  # return dtable
 ''',
     reference=ops.embedding,
     draws={
@@ -119,12 +120,12 @@ x, y: (B, T, D);  w1 (D, F), b1 (F,), w2 (F, D), b2 (D,).    y = max(0, x w1 + b
 def feed_forward(x, w1, b1, w2, b2):
     """y = max(0, x w1 + b1) w2 + b2."""
     xp = array_namespace(x)
-    raise NotImplementedError
+    raise NotImplementedError  # return y, saved
 
 
 def feed_forward_backward(dy, saved):
     """(dx, dw1, db1, dw2, db2)."""
-    raise NotImplementedError
+    raise NotImplementedError  # return dx, dw1, db1, dw2, db2
 ''',
     reference=_feed_forward,
     draws={"x (2, 3, 5), F 7": normal(x=(2, 3, 5), w1=(5, 7), b1=(7,), w2=(7, 5), b2=(5,))},
@@ -198,7 +199,7 @@ def residual_block_backward(dy, saved):
     """(dx, dgamma, dbeta, dw)."""
     norm, linear = saved
     dh, dw, _ = linear.backward(dy)  # the third is the gradient of a bias
-    raise NotImplementedError
+    raise NotImplementedError  # return dx, dgamma, dbeta, dw
 ''',
     reference=_residual_block,
     draws={"x (2, 3, 5)": normal(x=(2, 3, 5), gamma=(5,), beta=(5,), w=(5, 5))},

@@ -94,7 +94,7 @@ m and v are returned without their corrections.
 def adamw_step(p, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay):
     """The new (p, m, v)."""
     xp = array_namespace(p)
-    raise NotImplementedError
+    raise NotImplementedError  # return p, m, v
 ''',
     reference=_adamw,
     draws={"the first step": _adamw_case(1), "step 3": _adamw_case(3)},
@@ -158,7 +158,7 @@ grads: a list of arrays of any shapes. Return a list of grads * min(1, max_norm 
 def clip(grads, *, max_norm):
     """The list of clipped gradients."""
     xp = array_namespace(*grads)
-    raise NotImplementedError
+    raise NotImplementedError  # return a list
 ''',
     reference=_clip,
     draws={"a large norm": _gradients(1.5), "a small norm": _gradients(1000.0)},
@@ -200,12 +200,12 @@ from xformer import ops
 def dropout(x, *, rate, key):
     """y = x * keep / (1 - rate)."""
     xp = array_namespace(x)
-    raise NotImplementedError
+    raise NotImplementedError  # return y, saved
 
 
 def dropout_backward(dy, saved):
     """dx, in the shape of x."""
-    raise NotImplementedError
+    raise NotImplementedError  # return dx
 ''',
     reference=ops.dropout,
     draws={

@@ -70,7 +70,7 @@ w_q, w_k (D, K), w_v (D, M). Return (ctx, keys, values):
 def decode_step(x, keys, values, *, w_q, w_k, w_v):
     """(ctx, keys, values) after one more token."""
     xp = array_namespace(x)
-    raise NotImplementedError
+    raise NotImplementedError  # return ctx, keys, values
 ''',
     reference=_decode_step,
     draws={
@@ -132,7 +132,7 @@ is the smallest probability that is kept?
 def top_p(logits, *, p):
     """Probabilities (B, V); 0 for tokens that are not kept."""
     xp = array_namespace(logits)
-    raise NotImplementedError
+    raise NotImplementedError  # return probs
 ''',
     reference=_nucleus,
     draws={
@@ -223,7 +223,7 @@ Use our ops and their caches, as docs/lesson.md does: its program is this one bu
 def gpt_step(params, *, tokens, targets, lr):
     """(loss, new params)."""
     xp = array_namespace(tokens)
-    raise NotImplementedError
+    raise NotImplementedError  # return loss, params
 ''',
     reference=_gpt_step,
     draws={"tokens (2, 5)": _text},
