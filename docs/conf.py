@@ -71,7 +71,11 @@ html_show_copyright = False
 smartquotes = False  # docstrings are plain text with code in it
 
 # Pages that are read on GitHub too get their list of subpages here.
-CHILDREN = {"docs/derivations/README": "*", "benchmarks/README": "results/**"}
+CHILDREN = {
+    "docs/derivations/README": "*",
+    "docs/lectures/README": "*",
+    "benchmarks/README": "results/**",
+}
 
 
 def complete(app: Sphinx, docname: str, source: list[str]) -> None:
