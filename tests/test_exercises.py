@@ -231,7 +231,7 @@ def test_functions_that_do_not_work() -> None:
     said = softmax_with(softmax=lambda x: solutions.softmax(x)[0])
     assert "y wrong:\n  softmax must return (y, saved), got an array of shape (5, 7)" in said
     said = softmax_with(softmax=lambda x: (1.0, None))
-    assert "y wrong:\n  must be an array, float64 of shape (5, 7), got a float" in said
+    assert "y wrong:\n  must be an array, float64 of shape (5, 7), got float" in said
     said = str(graded("adamw_step", {"adamw_step": lambda p, *_, **__: p}))
     assert "adamw_step must return (p, m, v), got an array of shape (3, 5)" in said
 

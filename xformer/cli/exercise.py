@@ -81,7 +81,7 @@ def _solution(exercise: Exercise) -> str:
 
 def _check(exercise: Exercise, path: Path) -> int:
     """Print the grade; 1 if something is wrong."""
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(
             f"{path} does not exist: `xformer exercise {exercise.name}` writes {exercise.name}.py"
         )

@@ -25,7 +25,7 @@ from xformer.gradcheck import gradcheck
 RTOL = 1e-9  # of values, relative to the largest: float64 rounding in another order
 SAME = 1e-6  # two gradients this close are by the same formula
 MOST = 5  # explanations that are printed
-PLANTED = "this is still the mistake of the file"
+PLANTED = "this is as the file was: the mistake is still there"
 
 
 class Finding(NamedTuple):
@@ -83,7 +83,8 @@ class Grade(NamedTuple):
             for library, finding in first.items():
                 by_text.setdefault((finding.says, finding.case), []).append(library)
             lines = [
-                f"  {says}\n    on {', '.join(on)}; {case}" for (says, case), on in by_text.items()
+                f"  {says}\n    case {case}, on {', '.join(on)}"
+                for (says, case), on in by_text.items()
             ]
             lines += [f"  hint: {hint}" for hint in self.hints.get(row, ())]
             if lines:
@@ -418,7 +419,7 @@ def _form(value: Any) -> str:
         return f"an array of shape {tuple(value.shape)}"
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else type(value).__name__
 
 
 def _at(row: str, index: tuple[Any, ...]) -> str:

@@ -241,6 +241,9 @@ def gpt_step(params, *, tokens, targets, lr):
             "the table is used at both ends: the gradient by the logits is missing",
             lambda a, dy: _table(a, head=0, lookup=1),
         ),
+        Mistake(
+            "the gradient is not multiplied by lr", lambda a, dy: _other_step(a, -1 / a.lr, 1, 1)
+        ),
         Mistake("the parameters are unchanged", lambda a, dy: _other_step(a, 0, 1, 1)),
     ),
 )
