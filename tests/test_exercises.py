@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,17 @@ def test_functions_that_do_not_work() -> None:
     assert "y wrong:\n  softmax must return (y, saved), got an array of shape (5, 7)" in said
     said = softmax_with(softmax=lambda x: (1.0, None))
     assert "y wrong:\n  must be an array, float64 of shape (5, 7), got float" in said
+    said = str(graded("clip", {"clip": lambda g, **_: [*solutions.clip(g, max_norm=1.5), g[0]]}))
+    assert "clip must return grads.0, grads.1, grads.2; grads.3 is too many" in said
+    assert "softmax raises SystemExit" in softmax_with(softmax=lambda x: sys.exit())
+
+    def writes_ids(table: Any, *, ids: Any) -> Any:
+        result = solutions.embedding(table, ids=ids)
+        ids[...] = 0
+        return result
+
+    said = str(graded("embedding", {**SOLUTIONS, "embedding": writes_ids}))
+    assert "embedding writes to its argument ids" in said and re.search(r"^dtable +ok$", said, re.M)
     said = str(graded("adamw_step", {"adamw_step": lambda p, *_, **__: p}))
     assert "adamw_step must return (p, m, v), got an array of shape (3, 5)" in said
 
@@ -307,6 +319,7 @@ def test_write_then_check(capsys: pytest.CaptureFixture[str]) -> None:
             "x = 1\ny = 1 / 0\n",
             "relu.py cannot be imported: ZeroDivisionError: division by zero (line 2)",
         ),
+        ("import sys\nsys.exit()\n", "relu.py cannot be imported: SystemExit"),
         ("import nowhere\n", "relu.py cannot be imported: ModuleNotFoundError"),
         ("\0", "relu.py"),
     ],

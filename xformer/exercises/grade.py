@@ -106,7 +106,7 @@ def load(path: str | Path) -> dict[str, Any]:
         exec(compile(path.read_bytes(), str(path), "exec"), names)
     except SyntaxError as error:
         raise ValueError(f"{path}, line {error.lineno}: not valid Python: {error.msg}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path} cannot be imported: {_raised(error, path)}") from error
     return names
 
@@ -146,6 +146,7 @@ class _Run:
         self.arrays, self.options = exercise.draw(case)
         self.got: dict[str, Any] = {}
         self.wanted: dict[str, Any] = {}
+        self.given: dict[str, Any] = {}  # the arguments, on the library
         self.dy: Any = None
         self.says: dict[str, str] = {}
 
@@ -175,9 +176,9 @@ class _Run:
     def _forward(self) -> Any:
         """Call the forward, judge its outputs, and return what it saves."""
         exercise, name = self.exercise, self.exercise.function_name
-        arrays = tree.map(lambda a: self.backend.asarray(a + 0), self.arrays)
-        options = {k: self._moved(v) for k, v in self.options.items()}
-        result = self._call(name, *arrays.values(), **options)
+        given = {k: self._moved(v) for k, v in (self.arrays | self.options).items()}
+        options = {k: given[k] for k in self.options}
+        result = self._call(name, *(given[k] for k in self.arrays), **options)
         saved = None
         if exercise.has_backward:
             if not isinstance(result, tuple) or len(result) != 2:
@@ -188,13 +189,15 @@ class _Run:
         if not isinstance(outputs, tuple) or len(outputs) != n:
             wanted = f"({', '.join(exercise.outputs)})"
             raise _Wrong(f"{name} must return {wanted}, got {_form(outputs)}")
-        got = _flat(dict(zip(exercise.outputs, outputs, strict=True)))
+        got = tree.flatten(dict(zip(exercise.outputs, outputs, strict=True)))
+        if more := got.keys() - self.wanted.keys():
+            raise _Wrong(f"{name} must return {', '.join(self.wanted)}; {min(more)} is too many")
         for row, wanted in self.wanted.items():
             self.says[row] = self._judged(row, got, wanted)
-        written = self._written(arrays)
+        written = self._written(given)
         if written:
             self.says["inputs"] = f"{name} writes to its argument {written}: return a new array"
-        self._after = arrays
+        self.given = given
         return saved
 
     def _backward(self, saved: Any, y: Any) -> None:
@@ -214,7 +217,7 @@ class _Run:
             self.says[row] = self._difference(row, self.wanted[row]) if error else ""
             if error and not self.says[row]:
                 self.says[row] = error
-        written = self._written(self._after)
+        written = self._written(self.given)
         if written:
             says = f"{name} writes to the argument {written} of the forward"
             self.says.setdefault("inputs", says)
@@ -224,7 +227,7 @@ class _Run:
         moved = self.backend.asarray(dy + 0)
         grads = self._call(name, moved, saved)
         names = self.exercise.gradient_names
-        grads = grads if isinstance(grads, tuple) else (grads,)
+        grads = grads if isinstance(grads, (tuple, list)) else (grads,)
         if len(grads) != len(names):
             wanted = f"{len(names)} gradient{'s' if len(names) > 1 else ''} ({', '.join(names)})"
             raise _Wrong(f"{name} must return {wanted}, got {len(grads)}")
@@ -304,17 +307,23 @@ class _Run:
                 return function(*args, **options)
         except NotImplementedError:
             raise _Wrong(f"{name} is still to be written") from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _Wrong(f"{name} raises {_raised(error, self.names.get('__file__'))}") from error
 
-    def _moved(self, option: Any) -> Any:
-        return self.backend.asarray(option) if isinstance(option, np.ndarray) else option
+    def _moved(self, argument: Any) -> Any:
+        """A copy on the library of an array or of a list or dict of arrays; all else as it is."""
+        if isinstance(argument, (np.ndarray, list, dict)):
+            return tree.map(lambda a: self.backend.asarray(a + 0), argument)
+        return argument
 
-    def _written(self, arrays: Any) -> str:
+    def _written(self, given: dict[str, Any]) -> str:
         """The name of an argument that is not what it was."""
-        now, before = tree.flatten(arrays), tree.flatten(self.arrays)
-        same = {k: np.array_equal(self.backend.to_numpy(now[k]), before[k]) for k in before}
-        return next((k for k, unchanged in same.items() if not unchanged), "")
+        for name, before in tree.flatten(self.arrays | self.options).items():
+            if isinstance(before, np.ndarray):
+                now = self.backend.to_numpy(tree.flatten(given)[name])
+                if not np.array_equal(now, before):
+                    return name
+        return ""
 
     def hints(self) -> Iterator[tuple[str, str]]:
         """(row, hint) for each wrong row whose values are known to come from a wrong formula."""
@@ -405,14 +414,6 @@ def _distance(a: Any, b: Any) -> float:
     return float(np.max(abs(a - b), initial=0) / (np.max(abs(b), initial=0) or 1.0))
 
 
-def _flat(outputs: Any) -> dict[str, Any]:
-    """Outputs by dotted names; trees that cannot be flattened count as one leaf each."""
-    try:
-        return tree.flatten(outputs)
-    except TypeError:
-        return dict(outputs)
-
-
 def _form(value: Any) -> str:
     """What a value is, for a message."""
     if is_array_api_obj(value):
@@ -430,7 +431,7 @@ def _first(where: Any) -> tuple[Any, ...]:
     return np.unravel_index(int(np.argmax(where)), where.shape)
 
 
-def _raised(error: Exception, path: Any) -> str:
+def _raised(error: BaseException, path: Any) -> str:
     """The error as text, with the last line of the learner's file that led to it."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     where = f" (line {lines[-1]})" if lines else ""
