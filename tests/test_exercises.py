@@ -17,7 +17,7 @@ from xformer import backends, tree
 from xformer.backends import Backend
 from xformer.cli import main
 from xformer.exercises import EXERCISES, Exercise, Grade, get, grade, load
-from xformer.exercises.grade import PLANTED
+from xformer.exercises.hints import PLANTED
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMPY = backends.get("numpy")
@@ -66,6 +66,7 @@ def test_files_are_graded_as_wrong(name: str) -> None:
     """They can be imported. What is to be written is named, and so is a planted mistake."""
     exercise = get(name)
     names = names_of(exercise.stub)
+    assert max(map(len, exercise.stub.splitlines())) <= 100
     assert callable(names[exercise.function_name])
     result = graded(name, names)
     assert not result.ok

@@ -13,7 +13,8 @@ from difflib import get_close_matches
 
 from xformer.exercises import lecture1, lecture2, lecture3, lecture4, lecture5, lecture6
 from xformer.exercises.exercise import Exercise, Mistake
-from xformer.exercises.grade import Finding, Grade, grade, load
+from xformer.exercises.findings import Finding, Grade
+from xformer.exercises.grade import grade, load
 
 __all__ = ["EXERCISES", "Exercise", "Finding", "Grade", "Mistake", "get", "grade", "load"]
 

@@ -6,12 +6,10 @@ wrong. The learner's functions run once in each case, on each array library.
 
 from __future__ import annotations
 
-import math
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,80 +17,12 @@ from array_api_compat import is_array_api_obj
 
 from xformer import dispatch, tree
 from xformer.backends import Backend
-from xformer.exercises.exercise import Exercise, Mistake
+from xformer.exercises.exercise import Exercise
+from xformer.exercises.findings import Finding, Grade
+from xformer.exercises.hints import distance, hints_of
 from xformer.gradcheck import gradcheck
 
 RTOL = 1e-9  # of values, relative to the largest: float64 rounding in another order
-SAME = 1e-6  # two gradients this close are by the same formula
-MOST = 5  # explanations that are printed
-PLANTED = "this is as the file was: the mistake is still there"
-
-
-class Finding(NamedTuple):
-    """What was found of one output or gradient on one library. An empty text means right."""
-
-    row: str
-    library: str
-    case: str
-    says: str
-
-
-class Grade(NamedTuple):
-    """The findings of an exercise, and hints by row.
-
-    libraries: the names of the array libraries that it ran on.
-    """
-
-    exercise: Exercise
-    libraries: tuple[str, ...]
-    findings: tuple[Finding, ...]
-    hints: Mapping[str, tuple[str, ...]]
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything is right on every library."""
-        return not self.wrong
-
-    @property
-    def wrong(self) -> tuple[Finding, ...]:
-        """The findings that are not right."""
-        return tuple(finding for finding in self.findings if finding.says)
-
-    def __str__(self) -> str:
-        rows = list(dict.fromkeys(finding.row for finding in self.findings))
-        width = max(map(len, rows))
-        lines = ["  ".join([" " * width, *self.libraries])]
-        for row in rows:
-            cells = [self._cell(row, name).rjust(len(name)) for name in self.libraries]
-            lines.append("  ".join([row.ljust(width), *cells]))
-        return "\n".join([*lines, *self._explained(rows)])
-
-    def _cell(self, row: str, library: str) -> str:
-        found = [f.says for f in self.findings if (f.row, f.library) == (row, library)]
-        return "wrong" if any(found) else "ok" if found else "-"
-
-    def _explained(self, rows: list[str]) -> Iterator[str]:
-        """What is wrong: the first finding on each library, and hints. Equal texts are joined."""
-        texts: dict[str, list[str]] = {}
-        for row in rows:
-            first: dict[str, Finding] = {}
-            for finding in self.wrong:
-                if finding.row == row:
-                    first.setdefault(finding.library, finding)
-            by_text: dict[tuple[str, str], list[str]] = {}
-            for library, finding in first.items():
-                by_text.setdefault((finding.says, finding.case), []).append(library)
-            lines = [
-                f"  {says}\n    case {case}, on {', '.join(on)}"
-                for (says, case), on in by_text.items()
-            ]
-            lines += [f"  hint: {hint}" for hint in self.hints.get(row, ())]
-            if lines:
-                texts.setdefault("\n".join(lines), []).append(row)
-        for text, same in list(texts.items())[:MOST]:
-            yield f"\n{', '.join(same)} wrong:\n{text}"
-        if len(texts) > MOST:
-            yield f"\nand {sum(map(len, list(texts.values())[MOST:]))} more"
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -123,7 +53,7 @@ def grade(exercise: Exercise, names: Mapping[str, Any], libraries: Sequence[Back
         for case in exercise.draws:
             run = _Run(exercise, names, backend, case)
             findings += run.findings()
-            for row, hint in run.hints():
+            for row, hint in hints_of(exercise, case, run.dy, run.got, run.wanted, run.wrong):
                 hints.setdefault(row, []).append(hint)
     by_row = {row: tuple(dict.fromkeys(found)) for row, found in hints.items()}
     return Grade(exercise, tuple(b.name for b in libraries), tuple(findings), by_row)
@@ -289,7 +219,7 @@ class _Run:
     def _difference(self, row: str, wanted: Any) -> str:
         """The error of a row, relative to the largest element, and the worst element."""
         got, wanted = self.got[row], np.asarray(wanted)
-        error = _distance(got, wanted)
+        error = distance(got, wanted)
         if error <= RTOL:
             return ""
         at = np.unravel_index(int(np.argmax(abs(got - wanted))), wanted.shape)
@@ -310,6 +240,11 @@ class _Run:
         except (Exception, SystemExit) as error:
             raise _Wrong(f"{name} raises {_raised(error, self.names.get('__file__'))}") from error
 
+    @property
+    def wrong(self) -> list[str]:
+        """The rows that are wrong and have values."""
+        return [row for row, says in self.says.items() if says and row in self.got]
+
     def _moved(self, argument: Any) -> Any:
         """A copy on the library of an array or of a list or dict of arrays; all else as it is."""
         if isinstance(argument, (np.ndarray, list, dict)):
@@ -324,94 +259,6 @@ class _Run:
                 if not np.array_equal(now, before):
                     return name
         return ""
-
-    def hints(self) -> Iterator[tuple[str, str]]:
-        """(row, hint) for each wrong row whose values are known to come from a wrong formula."""
-        wrong = [row for row, says in self.says.items() if says and row in self.got]
-        known = self._known(wrong)
-        yield from known
-        for row in wrong:
-            if row not in dict(known) and np.all(np.isfinite(self.got[row])):
-                yield from ((row, hint) for hint in self._generic(row))
-
-    def _known(self, wrong: list[str]) -> list[tuple[str, str]]:
-        """Hints of the exercise's own mistakes: all that their formulas give was got."""
-        found = []
-        a = SimpleNamespace(**self.arrays, **self.options)
-        for mistake in self.exercise.mistakes if wrong else ():
-            values = _values(mistake, a, self.dy)
-            hit = [row for row in values if row in wrong]
-            if any(_alike(values[row], self.wanted[row]) for row in hit):
-                continue
-            if all(row in self.got and _alike(self.got[row], v) for row, v in values.items()):
-                planted = mistake.says in self.exercise.planted
-                found += [(row, PLANTED if planted else mistake.says) for row in hit]
-        return found
-
-    def _generic(self, row: str) -> Iterator[str]:
-        """Hints that need no formula: a factor, a transpose, a sum left out, another gradient."""
-        got, wanted = self.got[row], np.asarray(self.wanted[row])
-        if got.shape != wanted.shape:
-            if got.ndim == 2 and _alike(got.T, wanted):
-                yield "it is transposed"
-            elif got.ndim > wanted.ndim and _alike(
-                np.sum(got, axis=tuple(range(got.ndim - wanted.ndim))), wanted
-            ):
-                yield "sum it over the axes that the argument does not have"
-            return
-        factor = float(np.sum(got * wanted) / max(np.sum(wanted * wanted), 1e-300))
-        if not np.any(got):
-            yield "it is zero"
-        elif _alike(got, factor * wanted):
-            yield _factor(factor, self.arrays)
-        elif got.ndim == 2 and got.shape[0] == got.shape[1] and _alike(got.T, wanted):
-            yield "it is transposed"
-        for other, value in self.wanted.items():
-            if other != row and value is not None and _alike(got, np.asarray(value)):
-                yield f"this is the right {other}"
-
-
-def _values(mistake: Mistake, a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    """The arrays of a wrong formula; none if the shapes do not fit it."""
-    try:
-        with np.errstate(all="ignore"):
-            return tree.flatten(mistake.formula(a, dy))
-    except ValueError:
-        return {}
-
-
-def _factor(factor: float, arrays: dict[str, Any]) -> str:
-    """A hint about a gradient that is `factor` times the right one."""
-    if math.isclose(factor, -1, rel_tol=1e-6):
-        return "the sign is wrong"
-    ratio = abs(factor) if abs(factor) > 1 else 1 / abs(factor)
-    way = "large" if abs(factor) > 1 else "small"
-    sign = ", and the sign is wrong" if factor < 0 else ""
-    leaves = tree.flatten(arrays)
-    where = [name for name, a in leaves.items() if _is_size(ratio, a.shape)]
-    size = f": {ratio:.0f} is a size, or a product of sizes, of {where[0]}" if where else ""
-    sums = " (a sum in the place of a mean, or the reverse)" if where else ""
-    return f"it is {ratio:.6g} times too {way}{size}{sums}{sign}"
-
-
-def _is_size(ratio: float, shape: tuple[int, ...]) -> bool:
-    """Whether `ratio` is the product of neighbouring sizes."""
-    n = len(shape)
-    products = {math.prod(shape[i:j]) for i in range(n) for j in range(i + 1, n + 1)}
-    return any(math.isclose(ratio, product, rel_tol=1e-6) for product in products)
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two arrays are equal up to rounding. NaN equals NaN."""
-    a, b = np.asarray(a), np.asarray(b)
-    if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
-        return False
-    return _distance(np.where(np.isfinite(a), a, 0), np.where(np.isfinite(b), b, 0)) <= SAME
-
-
-def _distance(a: Any, b: Any) -> float:
-    """The largest difference, relative to the largest element of b."""
-    return float(np.max(abs(a - b), initial=0) / (np.max(abs(b), initial=0) or 1.0))
 
 
 def _form(value: Any) -> str:
