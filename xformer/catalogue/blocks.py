@@ -420,7 +420,7 @@ def _stack() -> Iterator[Case]:
     streams: Options = {"config": {"reversible": True, **RATES}, "relative_bias": relative_bias}
     masked: Options = {"mask": BLOCK_MASKS["mask"], "dropout_key": KEY}
     yield _blocks("stack: reversible", bias=(5, 1, 4, 4), pos=True, **streams, **masked)
-    one: Options = {"n_blocks": 1, "config": {"reversible": True, "norm_placement": "output"}}
+    one = {"n_blocks": 1, "config": {"reversible": True, "norm_placement": "output"}}
     yield _blocks("stack: reversible, one block for both layers", **one)
 
 
