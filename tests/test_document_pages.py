@@ -45,4 +45,4 @@ def test_printed_figures_are_the_documents(page: Path) -> None:
 
 
 def test_there_is_a_page_for_each_document() -> None:
-    assert [page.stem for page in PAGES] == ["000", "001", "002", "003"]
+    assert [page.stem for page in PAGES] == ["000", "001", "002", "003", "004"]
