@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -109,6 +111,14 @@ def test_another_task_rank_or_model_is_refused(tmp_path: Path) -> None:
             finetune.run(tmp_path / "run", task, other, *rest),
         ):
             pass
+
+
+def test_a_model_that_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
+    task, *rest = Tuning("causal", tmp_path / "base").begun(CONFIG)
+    task = dataclasses.replace(task, model=dataclasses.replace(task.model, hf_config=None))
+    with pytest.raises(ValueError, match="run: the model must be a pretrained one"):
+        finetune.run(tmp_path / "run", task, *rest)
+    assert not (tmp_path / "run").exists()
 
 
 def test_adapters_have_small_checkpoints(tmp_path: Path) -> None:
@@ -264,8 +274,11 @@ def stopped(n: int, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
 def test_a_last_step_that_is_better_is_saved_until_the_run_goes_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a run which was stopped is in the end one that never was."""
+    """Its best model is then again the one of step 6, as in a run that was never stopped."""
+    losses = itertools.cycle([5.0, 9.0, 9.0, 9.0])  # after the steps 6, 12, 18 and 20
+    monkeypatch.setattr("xformer.training.loop.evaluate", lambda *_, **__: next(losses))
     assert main([*COMMAND, "--out", "never"]) == 0
+    assert "the best model is from step 6" in capsys.readouterr().out
     stopped(10, monkeypatch)
     said = capsys.readouterr()
     assert "stopped early, after step 10" in said.err

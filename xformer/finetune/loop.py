@@ -77,10 +77,13 @@ def run(
     base: the folder of the original model, for `save`
     options: of `Run`: every, keep, notes, free
 
-    A run can only be resumed with the same model, parameters, adapters, task, config and examples;
-    otherwise entering it raises ValueError, which names the differences.
+    ValueError for a model without hf_config, and if there are too few examples. A run can only be
+    resumed with the same model, parameters, adapters, task, config and examples; otherwise entering
+    it raises ValueError, which names the differences.
     """
-    source = getattr(task.model, "hf_config", None) or {}
+    source = getattr(task.model, "hf_config", None)
+    if source is None:
+        raise ValueError("run: the model must be a pretrained one, with an hf_config")
     kept = ("model", "tokenizer")  # fields of all tasks; what the tokenizer does is in the examples
     fields = [field.name for field in dataclasses.fields(task) if field.name not in kept]
     about = {
