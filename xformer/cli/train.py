@@ -127,12 +127,11 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
     if state.step == n_steps or is_stale(state, job.config):
         return state
     in_lines = not sys.stderr.isatty()
-    bar = Bar(n_steps, state.step, f"{state.step}/{n_steps}", disable=in_lines)
     last: float | None = None  # validation loss
     printed_at = state.seconds
     with (
         _reporting(run.folder, options) as report,
-        closing(bar),
+        closing(Bar(n_steps, state.step, f"{state.step}/{n_steps}", disable=in_lines)) as bar,
         interruptible(STOPPING) as stopping,
     ):
         settings: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
