@@ -88,6 +88,36 @@ def test_a_run_of_a_pretrained_model_is_repeated() -> None:
     assert rows(Path("a")) == rows(Path("b"))
 
 
+def test_a_fine_tuned_model_is_made_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also options that the command requires, and lists, are read."""
+    Path("llama").mkdir()
+    write_folder(Path("llama"), LLAMA, "llama")
+    Path("c.toml").write_text(
+        'model = "llama"\ndata = "lines.txt"\nlora = 2\nbatch = 3\nsteps = 9\n'
+    )
+    Path("lines.txt").write_text("the quick brown fox\njumps over\nthe lazy dog\n" * 4)
+    command = ["finetune", "--config", "c.toml", "--steps", "2", "--targets", "*.q", "*.v"]
+    assert main([*command, "--seed", "1", "--out", "a"]) == 0
+    written = tomllib.loads(Path("a", CONFIG).read_text())
+    assert written["targets"] == ["*.q", "*.v"] and written["steps"] == 2 and "run" not in written
+    assert written["model"] == str(Path("llama").absolute()) and written["task"] == "causal"
+    assert main(["finetune", "--config", f"a/{CONFIG}", "--out", "b"]) == 0
+    weights = [Path(folder, "model.safetensors").read_bytes() for folder in ("a", "b")]
+    assert weights[0] == weights[1]
+    files = [Path(folder, CONFIG).read_text() for folder in ("a", "b")]
+    assert files[0] == files[1]
+    for line, message in (
+        ("targets = []", "c.toml: targets must be a list of strings, got []"),
+        ('targets = "*.q"', "c.toml: targets must be a list of strings, got '*.q'"),
+        ("targets = [1]", "c.toml: targets must be a string, got 1"),
+        ("sample-every = 3", "c.toml: sample-every is no option of xformer finetune"),
+    ):
+        capsys.readouterr()
+        Path("c.toml").write_text(f'model = "llama"\ndata = "lines.txt"\n{line}\n')
+        assert main(["finetune", "--config", "c.toml"]) == 1
+        assert message in capsys.readouterr().err
+
+
 def test_a_longer_run_has_its_new_length() -> None:
     options = ["--schedule", "constant", "--out", "a"]
     assert main(["train", "--config", "c.toml", *options]) == 0

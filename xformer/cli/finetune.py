@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from xformer import backends, finetune, training, tree
 from xformer.backends import Backend
-from xformer.cli import finetune_options
+from xformer.cli import config_file, finetune_options
 from xformer.cli.models import is_own, kernels_of, opened
 from xformer.cli.progress import each
 from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
@@ -81,13 +81,14 @@ def _run(options: argparse.Namespace) -> int:
     job, first = _job(options)
     state = training.start(job.params, job.config)  # it may raise, before a folder is made
     folder = Path(options.resume) if options.resume else new_folder(options.out, "finetuned")
+    kept = finetune_options.kept(options)
     run = finetune.run(
         folder,
         *job,
         base=options.model,
         every=options.checkpoint_every,
         keep=options.keep_checkpoints,
-        notes=finetune_options.kept(options),
+        notes=kept,
         free=ABOUT_ENDS,
     )
     model, words = job.task.model, job.task.tokenizer
@@ -99,6 +100,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         with run:
             state = run.begin(state, options.resume_step)
+            config_file.write(folder, "finetune", finetune_options.by_long_name(kept))
             begun = state.step
             job = job._replace(params=state.params)  # if resumed, the first ones are not needed
             _introduce(job, begun)

@@ -8,6 +8,7 @@ from typing import Any
 
 from xformer import finetune
 from xformer.checks import require_sizes
+from xformer.cli.config_file import add_config
 from xformer.cli.paths import BACKEND, DEVICE, TOKENIZER, nonempty
 from xformer.cli.run_options import Stored, add_shared, by_option, dashed, given
 from xformer.finetune import TrainConfig, lora
@@ -124,6 +125,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     out = "a new folder (default: runs/finetuned, -2, -3, ...)"
     add("--out", metavar="DIR", type=nonempty, help=out)
     add_shared(add, "--resume")
+    add_config(add)
     add_shared(add, "--resume-step")
     add_shared(add, "--checkpoint-every", "100")
     add_shared(add, "--keep-checkpoints", "2")
@@ -135,6 +137,8 @@ def settled(args: argparse.Namespace, every: int) -> argparse.Namespace:
     every: the least number of steps between validations by default
     ValueError for impossible options, and for options that a resumed run may not change.
     """
+    if args.resume is not None and args.config is not None:
+        raise ValueError("--config starts a new run: it excludes --resume, which has its options")
     before, specified = OPTIONS.resumed(args), given(args)
     found = DEFAULTS | {"resume": None, "resume_step": None, "out": None} | before | specified
     options = argparse.Namespace(**found)
@@ -159,6 +163,13 @@ def kept(options: argparse.Namespace) -> dict[str, Any]:
     found = {name: getattr(options, name) for name in ("data", "tokenizer")}
     paths = {name: str(Path(path).absolute()) for name, path in found.items() if path is not None}
     return OPTIONS.kept(argparse.Namespace(**vars(options) | paths))
+
+
+def by_long_name(notes: dict[str, Any]) -> dict[str, Any]:
+    """The options of `kept` by their long names, with the absolute path of the model."""
+    model = Path(notes["model"])
+    found = notes | ({"model": str(model.absolute())} if model.exists() else {})
+    return {dashed(name): value for name, value in found.items()}
 
 
 def config_of(options: argparse.Namespace) -> TrainConfig:
