@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 
 import xformer as xf
 from xformer import finetune, optim, pretrained
-from xformer.checks import did_you_mean, require_one_of
+from xformer.checks import did_you_mean, near_path, require_one_of
 from xformer.ledger import ledger
 from xformer.training import TrainConfig, named_vocabulary
 
@@ -72,3 +74,19 @@ def test_a_value_that_is_no_known_name_is_refused(value: Any) -> None:
 def test_errors_say_what_was_probably_meant(call: Callable[[], Any], meant: str) -> None:
     with pytest.raises(ValueError, match=f"; did you mean {meant}\\?$"):
         call()
+
+
+def test_the_nearest_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "it's here").touch()
+    near = near_path(tmp_path / "its here")
+    assert shlex.split(near.removeprefix("; did you mean ").removesuffix("?")) == [
+        str(tmp_path / "it's here")
+    ]
+    for path in ("it's here", "absent/it's here", "zzz"):  # it exists, no folder, nothing is near
+        assert near_path(tmp_path / path) == ""
+
+    def refused(path: Any) -> Any:
+        raise PermissionError(path)
+
+    monkeypatch.setattr("os.listdir", refused)
+    assert near_path(tmp_path / "its here") == ""

@@ -49,9 +49,13 @@ def did_you_mean(value: Any, known: Iterable[str]) -> str:
 
 def near_path(path: Path) -> str:
     """The end of a message, as `did_you_mean`, with the path that a missing `path` resembles."""
-    if path.exists() or not path.parent.is_dir():
+    if path.exists():
         return ""
-    near = _nearest(path.name, sorted(os.listdir(path.parent)))
+    try:
+        names = sorted(os.listdir(path.parent))
+    except OSError:  # it does not exist either, or may not be read
+        return ""
+    near = _nearest(path.name, names)
     return "" if near is None else f"; did you mean {shlex.quote(str(path.parent / near))}?"
 
 
