@@ -64,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "finetune",
         help="fine-tune a pretrained model, all parameters or LoRA adapters",
-        description=f"Fields of a .jsonl file that each task reads: {_fields()}.",
+        description=f"Fields of a .jsonl file that each task reads:\n{_fields()}",
     )
     finetune_options.add_options(parser)
     parser.set_defaults(run=run)
@@ -291,4 +291,6 @@ def _report(step: Step, n_steps: int) -> None:
 
 
 def _fields() -> str:
-    return "; ".join(f"{name}: {', '.join(kind.fields)}" for name, kind in finetune.TASKS.items())
+    width = max(map(len, finetune.TASKS))
+    kinds = finetune.TASKS.items()
+    return "\n".join(f"  {name:{width}}  {', '.join(kind.fields)}" for name, kind in kinds)
