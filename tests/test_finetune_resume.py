@@ -388,6 +388,18 @@ def test_what_is_missing_is_named(
 
 
 @pytest.mark.usefixtures("here")
+def test_what_a_killed_process_left_half_written_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(3, monkeypatch, "--lora", "2")
+    half = [
+        Path("run", p) for p in (".run.json.0.part", "adapter/.adapter_model.safetensors.0.part")
+    ]
+    for path in half:
+        path.write_bytes(b"half")
+    assert main(["finetune", "--resume", "run"]) == 0
+    assert not any(path.exists() for path in half)
+
+
+@pytest.mark.usefixtures("here")
 def test_two_do_not_train_in_one_folder(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

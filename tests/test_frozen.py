@@ -53,6 +53,7 @@ def test_freeze_trained_join() -> None:
     params = {"a": np.ones(2), "b": {"c": np.zeros(3), "d": None}, "e": Constant(2.0)}
     frozen = tree.freeze(params, "b.*")
     assert isinstance(frozen["b"]["c"], Frozen) and not isinstance(frozen["a"], Frozen)
+    assert tree.frozen(frozen)["b.c"] is params["b"]["c"] and not tree.frozen(params)
     trained = tree.trained(frozen)
     assert trained["b"]["c"] is None and trained["a"] is params["a"]
     new = tree.join(frozen, tree.map(lambda a: a + 1, trained))
