@@ -118,6 +118,8 @@ def _attention(normal: Callable[..., np.ndarray]) -> Iterator[Case]:
     biases = normal(12, 64), normal(12, 64)
     relative = (*short, normal(12, 256, 64), *biases)
     yield Case("xl_attention", ops.xl_attention, relative, {"causal": True})
+    options = {"key": xf.RandomKey(1), "n_buckets": 32, "chunk_len": 64, "causal": True}
+    yield Case("lsh_attention", ops.lsh_attention, (q[:1], v[:1]), options)
     additive = (*(a[:, :, :128].copy() for a in short), normal(12, 64) / 8)
     yield Case("additive_attention", ops.additive_attention, additive, {"causal": True})
 

@@ -115,6 +115,10 @@ CALLS = {
         },
         {"mask": numbers(2, 1, 3, 7) > 0},
     ),
+    "lsh_attention": Call(
+        {"qk": numbers(2, 4, 6, 5), "v": numbers(2, 4, 6, 7)},
+        {"key": KEY, "n_buckets": 4, "chunk_len": 3},
+    ),
     "additive_attention": Call(
         {
             "q": numbers(2, 4, 3, 5),
@@ -501,6 +505,10 @@ EMPTY = {
             *((0, 4, 2, 3, 5), (2, 4, 2, 0, 5), (2, 4, 2, 3, 0)),
             *((2, 0, 1, 3, 5), (2, 4, 4, 0, 0), (2, 4, 1, 1, 5)),
         )
+    ],
+    "lsh_attention": [
+        [(b, h, t, 5), (b, h, t, m)]
+        for b, h, t, m in ((0, 4, 6, 7), (2, 0, 6, 7), (2, 4, 0, 7), (2, 4, 6, 0), (2, 4, 3, 7))
     ],
     "additive_attention": [
         [(b, h, t, a), (b, g, s, a), (b, g, s, m), (h, a)]

@@ -44,6 +44,7 @@ def cases() -> Iterator[Case]:
         _sdpa_masked,
         _sdpa_scores,
         _shaw,
+        _lsh_attention,
         _additive_attention,
         _xl_attention,
         _losses,
@@ -273,6 +274,21 @@ def _shaw() -> Iterator[Case]:
         dropout_rate=0.3,
         dropout_key=KEY,
     )
+
+
+def _lsh_attention() -> Iterator[Case]:
+    """The buckets do not change by the small steps of finite differences."""
+
+    def case(note: str, **options: Any) -> Case:
+        sizes: Options = {"key": KEY, "n_buckets": 4, "chunk_len": 3}
+        shapes = (2, 3, 12, 5), (2, 3, 12, 7)
+        return _op(f"lsh_attention: {note}", ops.lsh_attention, *shapes, **sizes | options)
+
+    yield case("one round")
+    yield case("three rounds, causal", n_rounds=3, causal=True)
+    yield case("one chunk, causal", chunk_len=12, n_buckets=2, causal=True)
+    yield case("two rounds, two chunks", n_rounds=2, chunk_len=6)
+    yield case("chunks of one token", chunk_len=1, causal=True)
 
 
 def _additive_attention() -> Iterator[Case]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from xformer.ops.linear_cross_entropy import linear_cross_entropy
     from xformer.ops.load_balancing import load_balancing
     from xformer.ops.log_softmax import log_softmax
+    from xformer.ops.lsh_attention import lsh_attention
     from xformer.ops.mse import mse
     from xformer.ops.quick_gelu import quick_gelu
     from xformer.ops.random_bits import RandomKey, random_bits
@@ -57,6 +58,7 @@ __all__ = [
     "linear_cross_entropy",
     "load_balancing",
     "log_softmax",
+    "lsh_attention",
     "mse",
     "quick_gelu",
     "random_bits",
@@ -95,6 +97,7 @@ later(
     linear_cross_entropy="linear_cross_entropy",
     load_balancing="load_balancing",
     log_softmax="log_softmax",
+    lsh_attention="lsh_attention",
     mse="mse",
     quick_gelu="quick_gelu",
     random_bits="RandomKey random_bits",
