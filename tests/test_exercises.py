@@ -188,6 +188,8 @@ def test_general_hints() -> None:
     assert "db wrong:\n  must be float64 of shape (7,), got float32" in hint(
         lambda dx, dw, db: (dx, dw, db.astype("float32"))
     )
+    said = hint(lambda dx, dw, db: (dx, 2 * dw, None))
+    assert "dw wrong:\n  relative error 1" in said and re.search(r"^dx +ok$", said, re.M)
     assert "db wrong:\n  must be finite, got nan at db[0]" in hint(
         lambda dx, dw, db: (dx, dw, db * np.nan)
     )
@@ -256,7 +258,7 @@ def test_a_wrong_forward_leaves_a_right_backward_right() -> None:
     assert re.search(r"^y +wrong$", result, re.M) and re.search(r"^dx +ok$", result, re.M)
 
 
-def test_a_backward_of_another_library_is_told() -> None:
+def test_arrays_of_another_library_are_told() -> None:
     strict = pytest.importorskip("array_api_strict")
 
     def softmax(x: Any) -> Any:
@@ -266,10 +268,7 @@ def test_a_backward_of_another_library_is_told() -> None:
     result = grade(
         get("softmax"), {**SOLUTIONS, "softmax": softmax}, [NUMPY, backends.get("array-api-strict")]
     )
-    assert (
-        "y wrong:\n  must be an array of array-api-strict, got an array of shape (5, 7) of NumPy"
-        in str(result)
-    )
+    assert "y wrong:\n  must be an array of array-api-strict, got one of numpy" in str(result)
     assert {f.library for f in result.wrong} == {"array-api-strict"}
     assert strict
 

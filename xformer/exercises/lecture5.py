@@ -189,7 +189,7 @@ DROPOUT = Exercise(
 x, y: any shape.    y = x keep / (1 - rate); keep is 0 with probability rate
 
 `ops.random_bits(x, key=key, size=n)` returns n words in [0, 2^32), the same for the same key. An
-element is kept if its word is at least round(rate 2^32). `saved` must hold no array: draw the words
+element is kept if its word is at least round(rate 2^32). `saved` needs no array: draw the words
 again. (`math.prod(x.shape)` is the number of elements.)
 """,
     code='''import math
