@@ -121,9 +121,12 @@ def test_a_fine_tuned_model_is_made_again(capsys: pytest.CaptureFixture[str]) ->
 def test_a_longer_run_has_its_new_length() -> None:
     options = ["--schedule", "constant", "--out", "a"]
     assert main(["train", "--config", "c.toml", *options]) == 0
+    before = Path("a", CONFIG).read_text()
     assert main(["train", "--resume", "a", "--steps", "6", "--checkpoint-every", "7"]) == 0
     written = tomllib.loads(Path("a", CONFIG).read_text())
     assert written["steps"] == 6 and written["checkpoint-every"] == 100
+    lines = [line for line in Path("a", CONFIG).read_text().splitlines() if "steps" not in line]
+    assert lines == [line for line in before.splitlines() if "steps" not in line]
     assert main(["train", "--config", f"a/{CONFIG}", "--out", "b"]) == 0
     assert rows(Path("a")) == rows(Path("b")) and len(rows(Path("a"))) == 6
 

@@ -81,14 +81,13 @@ def _run(options: argparse.Namespace) -> int:
     job, first = _job(options)
     state = training.start(job.params, job.config)  # it may raise, before a folder is made
     folder = Path(options.resume) if options.resume else new_folder(options.out, "finetuned")
-    kept = finetune_options.kept(options)
     run = finetune.run(
         folder,
         *job,
         base=options.model,
         every=options.checkpoint_every,
         keep=options.keep_checkpoints,
-        notes=kept,
+        notes=finetune_options.kept(options),
         free=ABOUT_ENDS,
     )
     model, words = job.task.model, job.task.tokenizer
@@ -100,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         with run:
             state = run.begin(state, options.resume_step)
-            config_file.write(folder, "finetune", finetune_options.by_long_name(kept))
+            config_file.write(folder, "finetune", finetune_options.by_long_name(run.notes))
             begun = state.step
             job = job._replace(params=state.params)  # if resumed, the first ones are not needed
             _introduce(job, begun)

@@ -169,7 +169,7 @@ def by_long_name(notes: dict[str, Any]) -> dict[str, Any]:
     """The options of `kept` by their long names, with the absolute path of the model."""
     model = Path(notes["model"])
     found = notes | ({"model": str(model.absolute())} if model.exists() else {})
-    return {dashed(name): value for name, value in found.items()}
+    return {dashed(name): found[name] for name in DEFAULTS}
 
 
 def config_of(options: argparse.Namespace) -> TrainConfig:

@@ -66,13 +66,11 @@ def _run(options: argparse.Namespace) -> int:
             "validation": job.validation.fingerprint(),
         },
     }
-    kept = train_options.OPTIONS.kept(options)
     noted: dict[str, Any] = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
-    noted["notes"] = kept
+    noted["notes"] = train_options.OPTIONS.kept(options)
     noted["free"] = ABOUT_ENDS
     with Run(folder, job.backend, about, model=job.model, **noted) as run:
         train_from.save_vocabulary(job.corpus.vocabulary, options, folder)
-        config_file.write(folder, "train", train_options.by_long_name(kept))
         # The first state gets no name, or it would stay in memory until training ends.
         state = _train(job, run, _begun(job, run, options), options)
     _conclude(job, state, folder, options)
@@ -88,6 +86,7 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
     else:
         params = train_from.first_params(options)
     state = run.begin(start(params, job.config, loss=job.loss), options.resume_step)
+    config_file.write(run.folder, "train", train_options.by_long_name(run.notes))
     _introduce(job, state, options)
     if options.origin is not None and not state.step:
         run.save(state)  # from now on the run does not need the folder of --from
@@ -130,7 +129,7 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
     last: float | None = None  # validation loss
     printed_at = state.seconds
     with (
-        _reporting(run.folder, options) as report,
+        _reporting(run, options) as report,
         closing(Bar(n_steps, state.step, f"{state.step}/{n_steps}", disable=in_lines)) as bar,
         interruptible(STOPPING) as stopping,
     ):
@@ -157,14 +156,14 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
 
 
 def _reporting(
-    folder: Path, options: argparse.Namespace
+    run: Run, options: argparse.Namespace
 ) -> AbstractContextManager[Callable[[Step], None]]:
     """A context of a function that shows a step on the dashboard of --log-to."""
     if options.log_to == "none":
         return nullcontext(lambda step: None)
-    notes = train_options.by_long_name(train_options.OPTIONS.kept(options))
+    notes = train_options.by_long_name(run.notes)
     again = options.resume_step is not None
-    return dashboard(options.log_to, folder, notes, again=again)
+    return dashboard(options.log_to, run.folder, notes, again=again)
 
 
 def _line(step: Step, n_steps: int, validation: float | None) -> str:

@@ -284,8 +284,8 @@ def by_long_name(notes: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `OPTIONS.kept` that a new run needs to be the same, by their long names."""
     fixed = () if notes["origin"] is None else OWN
     return {
-        "from" if name == "origin" else dashed(name): value
-        for name, value in notes.items()
+        "from" if name == "origin" else dashed(name): notes[name]
+        for name in (*DEFAULTS, *Preset._fields)
         if name not in fixed
     }
 
