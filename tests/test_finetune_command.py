@@ -54,7 +54,8 @@ def command(task: str, *options: str) -> list[str]:
     return ["finetune", *named, "--steps", "4", "--batch", "8", "--lr", "0.02", *options]
 
 
-BEGUN = ["checkpoints", "config.toml", "lock", "log.jsonl", "run.json"]  # a run that has saved nothing
+# A run that has saved nothing.
+BEGUN = ["checkpoints", "config.toml", "lock", "log.jsonl", "run.json"]
 
 
 def names(path: str) -> list[str]:
