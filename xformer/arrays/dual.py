@@ -29,8 +29,9 @@ from xformer.typing import Array
 
 # f(x + e v) = f(x) + e f(v)
 LINEAR = {
-    *("broadcast_to", "concat", "cumulative_sum", "expand_dims", "matrix_transpose", "mean"),
-    *("permute_dims", "reshape", "squeeze", "stack", "sum", "take", "take_along_axis", "tile"),
+    *("broadcast_to", "concat", "cumulative_sum", "expand_dims", "flip", "matrix_transpose"),
+    *("mean", "permute_dims", "reshape", "roll", "squeeze", "stack", "sum", "take"),
+    *("take_along_axis", "tile"),
 }
 # Functions whose result depends on the values alone and is not differentiable or constant.
 OF_VALUES = {
