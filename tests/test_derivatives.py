@@ -17,6 +17,7 @@ from xformer.catalogue import Case, cases
 
 NUMPY = backends.get("numpy")
 EPS = 2.0**-52
+ZERO = 1e-13  # of sums of numbers near 1
 TOKENS, TARGETS = np.random.default_rng(0).integers(0, 17, (2, 3, 8))
 MODELS = {
     "GPT": xf.GPT(vocab_size=17, n_layers=2, d_model=16, n_heads=2, max_len=8),
@@ -95,7 +96,9 @@ def test_second_derivative_is_symmetric(case: Case) -> None:
         for x in (v, w)
     )
     hv, hw = (tree.flatten(dict(enumerate(x))) for x in (hv, hw))
-    assert abs(dot(w, hv) - dot(v, hw)) <= 4 * EPS * (size(w, hv) + size(v, hw))
+    # A token that attends only to itself has the gradient 0 but for rounding.
+    slack = 4 * EPS * (size(w, hv) + size(v, hw)) + ZERO
+    assert abs(dot(w, hv) - dot(v, hw)) <= slack
 
 
 # ---- Models, with jax as the judge ----
