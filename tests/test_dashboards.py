@@ -375,7 +375,7 @@ def test_a_log_of_other_people(wandb: StandIn, tmp_path: Path) -> None:
     lines.append({"step": 4, "loss": 1.5, "tokens": 9, "seconds": 2.0})
     lines.append({"step": 5, "loss": "a", "tokens": 19, "seconds": 4.0})
     (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    with dashboard("wandb", tmp_path, {}):
+    with dashboard("wandb", str(tmp_path), {}):
         pass
     (run,) = wandb.runs.values()
     assert [*run.curves.items()] == [
