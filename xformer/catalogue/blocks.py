@@ -422,6 +422,8 @@ def _stack() -> Iterator[Case]:
     yield _blocks("stack: reversible", bias=(5, 1, 4, 4), pos=True, **streams, **masked)
     one = {"n_blocks": 1, "config": {"reversible": True, "norm_placement": "output"}}
     yield _blocks("stack: reversible, one block for both layers", **one)
+    before: Options = {"segment_memory": _segment_memory, "causal": True}
+    yield _blocks("stack: XL, segment memory", config={"attn": {"xl": True}}, **before)
 
 
 def _flat_embed(params: layers.EmbedParams, **options: Any) -> tuple[Any, Any]:

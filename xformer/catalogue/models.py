@@ -59,7 +59,7 @@ def _gpt() -> Iterator[Case]:
     yield case("positions: learned, concatenated", position_mode="concat")
     few: Options = {"position_mode": "concat", "d_positions": 3}
     yield case("positions: sinusoidal, concatenated", positions="sinusoidal", **few)
-    yield case("positions: XL", positions="xl", n_layers=2)
+    yield case("positions: XL", positions="xl", memory_len=3, n_layers=2)
     options: Options = {"label_smoothing": 0.1, "z_loss": 0.3, "ignore_index": 2}
     yield case("dropout and loss options", {"dropout_key": KEY, **options}, dropout=0.3)
     yield case("no norms", norm_placement="none", n_layers=2)
