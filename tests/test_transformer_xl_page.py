@@ -1,0 +1,52 @@
+"""docs/transformer-xl.md: its code prints what it shows, its options exist, its table is whole."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xformer.cli import main
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = (DOCS / "transformer-xl.md").read_text(encoding="utf-8")
+
+
+def test_the_examples_print_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", PAGE, re.DOTALL)
+    assert len(blocks) == PAGE.count("```python") == 2
+    namespace: dict[str, Any] = {}
+    for code, shown in blocks:
+        exec(code, namespace)
+        assert capsys.readouterr().out == shown
+    assert namespace["memory"].length == 16 and namespace["logits"].shape == (2, 8, 11)
+
+
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_the_options_are_those_of_the_command(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    line = re.search(f"^xformer {command} .*$", PAGE, re.MULTILINE)
+    assert line is not None
+    assert set(re.findall(r"--[a-z][a-z-]+", line.group())) <= known
+
+
+def test_the_table_is_that_of_the_script() -> None:
+    """The same memories, in the same order; the losses are of the script's run."""
+    script = runpy.run_path(str(DOCS / "make_transformer_xl.py"))
+    header = " | ".join(f"M = {m}" for m in script["EVALUATED"])
+    assert f"| trained with | {header} |" in PAGE
+    lines = [re.search(rf"^\| M = {m} \|(.*)\|$", PAGE, re.MULTILINE) for m in script["TRAINED"]]
+    losses = []
+    for line in lines:
+        assert line is not None
+        losses.append([float(x.strip(" *")) for x in line.group(1).split("|")])
+    assert [len(row) for row in losses] == [len(script["EVALUATED"])] * 2
+    without, with_memory = losses
+    assert min(with_memory) < min(without)  # what the page says
