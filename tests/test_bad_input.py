@@ -915,10 +915,10 @@ ATTENTION_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "feed_forward: activation must be one of relu, gelu, gelu_tanh, silu, tanh, sigm...",
     ),
-    "unknown place": (
-        lambda: layers.residual(SEQUENCE, None, ops.tanh, place="middle"),
+    "unknown norm placement": (
+        lambda: layers.residual(SEQUENCE, None, ops.tanh, norm_placement="middle"),
         ValueError,
-        'residual: place must be "pre" or "post", got \'middle\'',
+        "residual: norm_placement must be one of pre, post, got 'middle'",
     ),
     "residual without a key": (
         lambda: layers.residual(SEQUENCE, None, ops.tanh, dropout_rate=0.5),

@@ -16,7 +16,7 @@ from block_configs import block_config, changed
 from safetensors.numpy import load_file
 
 import xformer
-from xformer import backends, finetune, ops, renamed, training
+from xformer import backends, finetune, layers, ops, renamed, training
 from xformer.cli import main, train_from
 from xformer.dispatch import explain, reference_only
 from xformer.layers import BlockConfig, ExpertsConfig, RelativeConfig, StackParams, advance, stack
@@ -327,3 +327,13 @@ def test_place_of_training_is_backend(tmp_path: Path) -> None:
             pytest.raises(TypeError, match=r"missing .* required positional argument"),
         ):
             function(place=backend)
+
+
+def test_place_of_a_residual_is_norm_placement() -> None:
+    x = np.random.default_rng(0).normal(size=(2, 3))
+    wanted, _ = layers.residual(x, None, ops.tanh, norm_placement="post")
+    with pytest.warns(
+        DeprecationWarning, match=r"residual\(place=\) .* residual\(norm_placement=\)"
+    ):
+        got, _ = layers.residual(x, None, ops.tanh, place="post")
+    assert np.array_equal(got, wanted)

@@ -112,9 +112,9 @@ def _residual() -> Iterator[Case]:
         return Case("layers", f"residual: {note}", make)
 
     for placement in ("pre", "post"):
-        yield case(placement, place=placement)
-        yield case(f"{placement}, rms", place=placement, config=RMS)
-        yield case(f"{placement}, scale", place=placement, scale=True)
+        yield case(placement, norm_placement=placement)
+        yield case(f"{placement}, rms", norm_placement=placement, config=RMS)
+        yield case(f"{placement}, scale", norm_placement=placement, scale=True)
     yield case("no norm", norm=False)
     yield case("no norm, scale", norm=False, scale=True)
     yield case("sandwich", out_norm=True)

@@ -293,7 +293,7 @@ def block_terms(
         terms, both = parallels(x, *args, r, **options)
         return terms, ParallelBlockCache(both)
     placement = "post" if config.norm_placement == "post" else "pre"
-    terms, chain = residuals(x, branches, r, place=placement, **residual_options)
+    terms, chain = residuals(x, branches, r, norm_placement=placement, **residual_options)
     return terms, BlockCache(chain)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from xformer import ops
+from xformer import ops, renamed
+from xformer.checks import require_one_of
 from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
 from xformer.showing import short
 from xformer.tree import Frozen, value
@@ -25,6 +26,7 @@ class Branch(NamedTuple):
     dropout_key: ops.RandomKey | None = None
 
 
+@renamed.arguments(place="norm_placement")
 def residual(
     x: Array,
     norm_params: NormParams | None,
@@ -32,12 +34,12 @@ def residual(
     out_norm: NormParams | None = None,
     scale: Array | None = None,
     *,
-    place: str = "pre",
+    norm_placement: str = "pre",
     config: NormConfig | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, ResidualCache]:
-    """y = x + f(norm(x)) with place "pre", y = norm(x + f(x)) with place "post" (arXiv:2002.04745).
+    """y = x + f(norm(x)) ("pre"), or y = norm(x + f(x)) ("post"; arXiv:2002.04745).
 
     x, y: (..., D)
     norm_params: None: no norm
@@ -46,12 +48,14 @@ def residual(
         norm of Gemma 2 (arXiv:2408.00118), without norm_params the output norm of OLMo 2
         (arXiv:2501.00656).
     scale: (1,), a number that multiplies f's output (`ops.scale`; ReZero); None: no number
+    norm_placement: "pre" or "post"
     config: of both norms; None: LayerNorm
     dropout_key: None: no dropout
-    ValueError for another place, and for shapes that do not fit.
+    ValueError for another norm_placement, and for shapes that do not fit.
     """
     branch = Branch(sublayer, norm_params, out_norm, scale, dropout_key)
-    terms, cache = residuals(x, (branch,), place=place, config=config, dropout_rate=dropout_rate)
+    options: Any = {"config": config, "dropout_rate": dropout_rate}
+    terms, cache = residuals(x, (branch,), norm_placement=norm_placement, **options)
     return summed(*terms), ResidualCache(cache)
 
 
@@ -70,12 +74,13 @@ class ResidualCache(NamedTuple):
         return dx, *grads
 
 
+@renamed.arguments(place="norm_placement")
 def residuals(
     x: Array,
     branches: Sequence[Branch],
     r: Array | None = None,
     *,
-    place: str = "pre",
+    norm_placement: str = "pre",
     config: NormConfig | None = None,
     dropout_rate: float = 0.0,
 ) -> tuple[Terms, ResidualsCache]:
@@ -84,13 +89,12 @@ def residuals(
     With "pre", the next norm computes the last sum in the same op. None is 0.
 
     x, r: (..., D)
-    place, config, dropout_rate: of `residual`
-    ValueError for another place, and for shapes that do not fit.
+    norm_placement, config, dropout_rate: of `residual`
+    ValueError for another norm_placement, and for shapes that do not fit.
     """
-    if place not in ("pre", "post"):
-        raise ValueError(f'residual: place must be "pre" or "post", got {place!r}')
+    require_one_of("residual: norm_placement", norm_placement, ("pre", "post"))
     config = NormConfig() if config is None else config
-    post = place == "post"
+    post = norm_placement == "post"
     caches: list[BranchCache] = []
     if post:
         x, r = summed(x, r), None
@@ -125,7 +129,7 @@ def _sum_and_norm(
 def branched(
     x: Array, branch: Branch, *, config: NormConfig, dropout_rate: float = 0.0
 ) -> tuple[Array, BranchCache]:
-    """r = dropout(scale * out_norm(f(norm(x)))): what a branch with place "pre" adds to a stream.
+    """r = dropout(scale * out_norm(f(norm(x)))): what a branch of "pre" adds to a stream.
 
     x, r: (..., D)
     config, dropout_rate: of `residual`
