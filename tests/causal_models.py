@@ -56,8 +56,9 @@ CONFIGS["gpt_neox"].pop("num_key_value_heads")
 NAMES = [
     *CONFIGS,
     *("sinusoidal", "positions for q, k, v", "no positions", "alibi", "relative bias", "shaw"),
-    *("post-norm", "concatenated positions", "bare blocks", "reversible"),
+    *("post-norm", "concatenated positions", "bare blocks"),
 ]
+ALL = [*NAMES, "reversible"]  # which no kernel for one token runs
 # Padding needs position ids, and position ids need positions that are added to embeddings.
 UNPADDED = ("positions for q, k, v", "concatenated positions")
 T5_NAMES = ["t5", "t5 1.1", "Transformer", "shared memory"]

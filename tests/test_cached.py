@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from causal_models import (
+    ALL,
     CHANGES,
-    NAMES,
     T5_NAMES,
     UNPADDED,
     V,
@@ -26,7 +26,7 @@ B, T = 3, 19
 PIECES = (9, 10, 11, 15, 16, 17, 18, 19)  # where each ends
 PADS = (0, 4, 7)  # of each row
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
-MASKED = [n for n in NAMES if n not in UNPADDED]
+MASKED = [n for n in ALL if n not in UNPADDED]
 
 
 def texts() -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +55,7 @@ def grown(
     return logits
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_decoders(name: str) -> None:
     model, params = causal(name)
     tokens, _ = texts()
@@ -80,7 +80,7 @@ def test_decoders_with_padding_on_the_left(name: str) -> None:
         np.testing.assert_allclose(got[row, n:], alone[0], **EXACT)
 
 
-FIXED = [(n, False) for n in NAMES if n != "shaw"] + [(n, True) for n in MASKED if n != "shaw"]
+FIXED = [(n, False) for n in ALL if n != "shaw"] + [(n, True) for n in MASKED if n != "shaw"]
 
 
 @pytest.mark.parametrize(("name", "padded"), FIXED)
@@ -214,7 +214,7 @@ def test_a_past_that_was_given_other_arrays(library: Backend, name: str, change:
     require_other_arrays(library, name, change, "float64")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_state_is_rewound(name: str) -> None:
     """What was written after the tokens that are forgotten leaves no trace."""
     model, params = causal(name)
