@@ -119,12 +119,12 @@ def attention(n_heads: int, **options: Any) -> Callable[..., Any]:
 
 
 class AroundAttention(NamedTuple):
-    """Cache of `residual`, less the gradients of the norms it does not have."""
+    """Cache of `residual`, less the gradients of the norms and the scale it does not have."""
 
     cache: Any
 
     def backward(self, dy: np.ndarray) -> tuple[Any, ...]:
-        dx, _, _, *rest = self.cache.backward(dy)
+        dx, _, _, _, *rest = self.cache.backward(dy)
         return dx, *rest
 
 
