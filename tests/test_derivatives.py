@@ -11,7 +11,7 @@ from libraries import only
 
 import xformer as xf
 from xformer import GradientError, backends, gradcheck, ops, tree
-from xformer.arrays.dual import Dual, kinks
+from xformer.arrays.dual import Dual, _namespaces, kinks
 from xformer.backends import Backend
 from xformer.catalogue import Case, cases
 
@@ -356,6 +356,10 @@ def test_wrong_input() -> None:
         xf.jvp(lambda p: p["a"], ({"a": x},), ({"b": x},))
     with pytest.raises(TypeError, match="an exponent must be a number, got Dual"):
         xf.jvp(lambda x: x**x, (x,), (x,))
+    with pytest.raises(TypeError, match=r"^unsupported operand"):
+        xf.jvp(lambda x: 2.0**x, (x,), (x,))
+    with pytest.raises(NotImplementedError, match="dual: max of several axes has no rule"):
+        xf.jvp(lambda x: x.__array_namespace__().max(x, axis=(0,)), (x,), (x,))
     with pytest.raises(NotImplementedError, match="dual: linspace has no rule"):
         xf.jvp(lambda x: x.__array_namespace__().linspace(x, 1.0, 3), (x,), (x,))
 
@@ -368,3 +372,11 @@ def test_the_arrays_are_told_apart() -> None:
     assert repr(x).startswith("Dual(array([1., 1., 1.])")
     with pytest.raises(TypeError, match="__array_ufunc__"):
         np.exp(x)
+
+
+def test_nothing_is_kept_of_a_call() -> None:
+    x = np.ones(3)
+    before = len(_namespaces)
+    for _ in range(3):
+        xf.jvp(lambda x: ops.softmax(x)[0], (x,), (x,))
+    assert len(_namespaces) == before

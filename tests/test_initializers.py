@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 from libraries import only
 
 import xformer
@@ -222,3 +223,18 @@ def test_bad_dtype_and_backend() -> None:
             gpt.init(dtype=dtype)
     with pytest.raises(ValueError, match=r"^backend must be one of numpy, .*, got 'tensorflow'$"):
         gpt.init(backend="tensorflow")
+
+
+@pytest.mark.parametrize(
+    ("options", "sublayer"),
+    [
+        ({"output": "none"}, "attn"),
+        ({"output": "bias"}, "attn"),
+        ({"d_ff": 6, "down": False}, "ffn"),
+    ],
+)
+def test_fixup_needs_linear_layers_at_the_ends(options: Any, sublayer: str) -> None:
+    config = block_config(6, 2, norm_placement="none", **{"d_ff": 8} | options)
+    params = config.init(backends.get("numpy").generator(0, "float64"))
+    with pytest.raises(ValueError, match=rf"must end with a linear layer, got none in {sublayer}"):
+        fixup(params, n_branches=2)

@@ -401,3 +401,18 @@ def test_numbas_step_is_numpys() -> None:
         got = tree.flatten(model.loss(params, tokens, tokens, dropout_key=KEY)[1].backward())
     for name, a in got.items():
         np.testing.assert_allclose(a, wanted[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+def test_blocks_of_both_kinds_are_refused() -> None:
+    configs = tuple(block_config(8, 2, 16, reversible=on) for on in (True, False))
+    params = tuple(config.init(NUMPY.generator(0, "float64")) for config in configs)
+    with pytest.raises(ValueError, match="either all blocks must be reversible, or none"):
+        layers.blocks(np.ones((1, 3, 8)), params, configs=configs)
+
+
+def test_encoder_decoders_that_cannot_be_reversible() -> None:
+    streams, plain = (block_config(8, 2, 16, reversible=on) for on in (True, False))
+    with pytest.raises(ValueError, match="a decoder's blocks cannot be reversible"):
+        EncoderDecoder((plain,), (streams,))
+    with pytest.raises(ValueError, match="activation_checkpointing excludes reversible blocks"):
+        EncoderDecoder((streams,), (plain,), activation_checkpointing=True)

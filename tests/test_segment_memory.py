@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 from causal_models import lively
 from judges import AUTOGRAD, require_close
 from libraries import only
@@ -16,7 +17,7 @@ import xformer as xf
 from xformer import backends, generation, layers, tree
 from xformer.backends import Backend
 from xformer.layers.positions import distances
-from xformer.models import GPT, LanguageModel, SegmentMemory
+from xformer.models import GPT, EncoderDecoder, LanguageModel, SegmentMemory
 
 NUMPY = backends.get("numpy")
 V, T = 11, 12
@@ -114,7 +115,7 @@ def test_the_layer_projects_the_distances() -> None:
     attn = layers.AttentionConfig(6, 2, n_kv_heads=1, xl=True)
     params = attn.init(NUMPY.generator(0, "float64"), layers.NormConfig())
     assert params.xl.r.w.shape == (6, 3) and params.xl.r.b is None
-    assert not params.xl.content_bias.any() and params.xl.position_bias.shape == (2, 3)
+    assert not params.xl.content_bias.any() and params.xl.position_bias.shape == (6,)
     _, cache = layers.attention(np.ones((2, 5, 6)), params, n_heads=2, n_kv_heads=1, causal=True)
     np.testing.assert_allclose(cache.core.r[0], p @ params.xl.r.w, **EXACT)
 
@@ -374,3 +375,40 @@ def test_bad_segments() -> None:
     _, state = model.decode(params, tokens, model.init_state())
     with pytest.raises(ValueError, match=r"a static KV cache needs no params\.xl, which depends"):
         model.decode(params, tokens[:, :1], state.preallocate(9))
+
+
+def test_pieces_of_a_text_are_refused() -> None:
+    """The logits would depend on where a piece ends."""
+    model, params = model_of(3)
+    prompt = [[1, 2, 3, 4]]
+    message = "a model with memory_len must read a text in one piece, got memory_len = 3"
+    with pytest.raises(ValueError, match=f"prefill in pieces: {message}"):
+        generation.prefill(model, params, prompt, chunk=2)
+    prefix = generation.prefill(model, params, prompt)
+    with pytest.raises(ValueError, match=f"prefill in pieces: {message}"):
+        generation.prefill(model, params, prompt, after=prefix)
+    with pytest.raises(ValueError, match=f"speculative: {message}"):
+        generation.speculative(model, params, model, params, [1], k=2, max_new_tokens=3)
+
+
+def test_biases_are_vectors() -> None:
+    """So weight decay and Muon, which are for matrices, leave them alone."""
+    _, params = model_of(3)
+    biases = [leaf for name, leaf in tree.flatten(params).items() if name.endswith("_bias")]
+    assert {leaf.ndim for leaf in biases} == {1}
+    assert len(biases) == 2 * len(params.stack.blocks)
+
+
+def test_layers_with_and_without_are_refused_together() -> None:
+    xl, plain = (block_config(8, 2, 16, xl=has) for has in (True, False))
+    embed = layers.EmbedConfig(11, 8, 8, positions="none")
+    with pytest.raises(ValueError, match=r"attn\.xl must be that of all blocks, or of none"):
+        LanguageModel(embed, (xl, plain))
+    with pytest.raises(ValueError, match=r"EncoderDecoder: attn\.xl is for decoder-only models"):
+        EncoderDecoder((plain,), (xl,))
+
+
+def test_saved_bytes_are_those_of_the_distances() -> None:
+    """Not of the larger table that they are taken from."""
+    p = distances(37, 8, like=np.ones(1))
+    assert (p.base is None or p.base.shape == (37, 8)) and p.shape == (37, 8)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import tree
-from xformer.arrays.dual import Dual, dual
+from xformer.arrays.dual import Dual, dual, forget
 from xformer.dispatch import reference_only
 from xformer.shapes import require_like
 from xformer.typing import Array
@@ -61,12 +61,15 @@ def jvp(fn: Callable[..., T], args: Sequence[Any], tangents: Sequence[Any]) -> t
         with reference_only():
             y = fn(*duals)
     except TypeError as error:
-        if "Dual" in str(error):
+        said = str(error)
+        if "Dual" in said and not said.startswith(("dual:", "unsupported operand")):
             raise TypeError(
                 "jvp: a floating array that the function uses must be an argument of jvp, with the "
                 f"tangent None if it is constant ({error})"
             ) from error
         raise
+    finally:
+        forget(level)
     return tree.map(lambda leaf: _parts(leaf, level)[0], y), tree.map(
         lambda leaf: _parts(leaf, level)[1], y
     )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ Draw = Callable[[Generator, tuple[int, int]], Array]
 # Dotted names of weights in a residual branch, each after a dot; experts have no ".w".
 PROJECTIONS = (".attn.q.w", ".cross.q.w", ".kv.k.w", ".kv.v.w", ".memory.k.w", ".memory.v.w")
 HIDDEN = (".ffn.up.w", ".ffn.gate.w", ".ffn.up", ".ffn.gate")
+BRANCH = re.compile(r"(.*\.(?:attn|cross|ffn))\.")
 LAST = (".attn.o.w", ".cross.o.w", ".ffn.down.w", ".ffn.down", ".head.w")
 
 
@@ -87,8 +89,16 @@ def fixup(params: Tree, *, n_branches: int) -> Tree:
         return float(n_branches ** (-1 / (2 * m - 2)))
 
     factors = [factor(name) for name in names]
-    if 0.0 not in factors:
+    branches, ends = (
+        {found[1] for name in some if (found := BRANCH.match(name))}
+        for some in (names, [name for name in names if name.endswith(LAST)])
+    )
+    if not branches:
         raise ValueError("fixup: params must have sublayers, such as those of a GPT, got none")
+    if without := sorted(branches - ends):
+        raise ValueError(
+            f"fixup: each sublayer must end with a linear layer, got none in {without[0][1:]}"
+        )
     rest = iter(factors)
     return tree.map(lambda w: _times(w, next(rest)), params)
 

@@ -179,14 +179,16 @@ def blocks_of(network: Any) -> tuple[BlockConfig, ...]:
 
 
 def attention_flops(network: Any, length: int) -> int:
-    """FLOPs of attention in all layers for one sequence: 2 H (K + M) for each query-key pair."""
-    return sum(
-        2
-        * config.attn.n_heads
-        * (config.attn.head_width + config.attn.value_width)
-        * pairs(length, *how)
-        for config, *how in _attentions(network)
-    )
+    """FLOPs of attention in all layers for one sequence: 2 H (K + M) for each query-key pair.
+
+    With attn.xl 2 H (2 K + M): a query meets each key, and each distance.
+    """
+
+    def width(config: BlockConfig) -> int:
+        attn = config.attn
+        return attn.n_heads * ((1 + attn.xl) * attn.head_width + attn.value_width)
+
+    return sum(2 * width(config) * pairs(length, *how) for config, *how in _attentions(network))
 
 
 def _attentions(network: Any) -> Iterator[tuple[BlockConfig, Any, bool]]:
@@ -212,7 +214,8 @@ def pairs(length: int, window: tuple[int | None, int | None] | None, causal: boo
 def key_values(network: Any, batch: int, length: int) -> tuple[int, int] | None:
     """The size of the KV cache in numbers: (of one token, of the whole batch).
 
-    A layer with a window counts only the tokens in its window. For an encoder-decoder, the keys and
+    A layer with a window counts only the tokens in its window, and a model with memory_len only
+    those in its memory and the next one. For an encoder-decoder, the keys and
     values of the memory are included. None for an encoder, which does not decode.
     """
     crossed: tuple[BlockConfig, ...] = ()
@@ -229,6 +232,8 @@ def key_values(network: Any, batch: int, length: int) -> tuple[int, int] | None:
 
     def n_cached(config: BlockConfig) -> int:
         left = None if config.attn.window is None else config.attn.window[0]
+        if (memory_len := getattr(network, "memory_len", None)) is not None:
+            left = memory_len
         return length if left is None else min(left + 1, length)
 
     memory = sum(map(width, crossed))

@@ -360,16 +360,18 @@ class _Namespace:
     def min(self, x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
         return self._extreme("min", "argmin", x, axis, keepdims)
 
-    def _extreme(self, name: str, place: str, x: Any, axis: int | None, keepdims: bool) -> Any:
+    def _extreme(self, name: str, index_of: str, x: Any, axis: int | None, keepdims: bool) -> Any:
         if not isinstance(x, Dual):
             return getattr(self._xp, name)(x, axis=axis, keepdims=keepdims)
+        if axis is not None and not isinstance(axis, int):
+            raise NotImplementedError(f"dual: {name} of several axes has no rule")
         if axis is None:
             shape = (1,) * x.ndim if keepdims else ()
-            flat = self._extreme(name, place, self.reshape(x, (-1,)), 0, False)
+            flat = self._extreme(name, index_of, self.reshape(x, (-1,)), 0, False)
             return self.reshape(flat, shape)
         values = _value(x)
         xp = array_namespace(values)
-        index = getattr(xp, place)(values, axis=axis, keepdims=True)
+        index = getattr(xp, index_of)(values, axis=axis, keepdims=True)
         y = self.take_along_axis(x, index, axis=axis)
         other = x.tangent - y.tangent
         _met(name, values == _value(y), other)
@@ -405,6 +407,12 @@ def _linear(name: str) -> Callable[..., Any]:
 
 
 _namespaces: dict[Any, _Namespace] = {}
+
+
+def forget(level: int) -> None:
+    """Drop the namespaces of a level that no call uses any more."""
+    for key in [key for key in _namespaces.copy() if key[1] == level]:
+        _namespaces.pop(key, None)
 
 
 def _namespace(xp: Any, level: int) -> _Namespace:

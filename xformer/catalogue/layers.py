@@ -56,7 +56,7 @@ def linear_params(rng: Generator, i: int, o: int, b: bool = True) -> layers.Line
 def xl_params(rng: Generator, groups: int, k: int) -> layers.XLParams:
     """Random parameters of Transformer-XL's positions, of 2 heads and D = 6."""
     return layers.XLParams(
-        linear_params(rng, 6, groups * k, b=False), rng.normal((2, k)), rng.normal((2, k))
+        linear_params(rng, 6, groups * k, b=False), rng.normal((2 * k,)), rng.normal((2 * k,))
     )
 
 

@@ -67,13 +67,16 @@ def prefill(
         The result is the same up to rounding. A program is recorded for each of few lengths, which
         pays if several prompts have such a length.
 
-    ValueError for a prompt without tokens, ids outside the vocabulary, and more tokens than the
-    context holds. TypeError if prompts or after have another type.
+    ValueError for a prompt without tokens, ids outside the vocabulary, more tokens than the context
+    holds, and after or chunk for a model with memory_len. TypeError if prompts or after have
+    another type.
     """
     network = network_of("prefill", model)
     rows = checked(prompts)
     if chunk is not None:
         (chunk,) = require_sizes("prefill", 1, chunk=chunk)
+    if chunk is not None or after is not None:
+        require_no_memory("prefill in pieces", network)
     if after is not None and not isinstance(after, PrefilledPrompt):
         raise TypeError(f"prefill: after must be a PrefilledPrompt, got {type(after).__name__}")
     backend = backend_of_params(params)
@@ -175,6 +178,15 @@ def network_of(op: str, model: Any) -> Any:
             f"its vocabulary, got {model!r:.60}"
         )
     return network
+
+
+def require_no_memory(op: str, network: Any) -> None:
+    """ValueError for a model with memory_len, whose logits depend on where a piece ends."""
+    if getattr(network, "memory_len", None) is not None:
+        raise ValueError(
+            f"{op}: a model with memory_len must read a text in one piece, got memory_len = "
+            f"{network.memory_len}"
+        )
 
 
 def backend_of_params(params: Any) -> Backend:

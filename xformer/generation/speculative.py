@@ -11,7 +11,14 @@ from xformer import renamed
 from xformer.checks import require_sizes
 from xformer.compiling import records
 from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, width_of
-from xformer.generation.prefix import backend_of_params, fitting, network_of, opened, stop_ids
+from xformer.generation.prefix import (
+    backend_of_params,
+    fitting,
+    network_of,
+    opened,
+    require_no_memory,
+    stop_ids,
+)
 from xformer.generation.samplers import Filter, pick, probabilities, require_filter, temperature
 
 
@@ -50,8 +57,9 @@ def speculative(
         (`xformer.compile`). True: a RuntimeWarning says why if that is not possible. None: compiled
         if numba's kernels run and max_new_tokens is at least `PAYS`.
 
-    ValueError if the vocabulary sizes differ, if prompt and max_new_tokens do not fit a context,
-    for a bad prompt (`prefill`), and for logits that are not finite.
+    ValueError if the vocabulary sizes differ, for a model with memory_len, if prompt and
+    max_new_tokens do not fit a context, for a bad prompt (`prefill`), and for logits that are not
+    finite.
     """
     (k,) = require_sizes("speculative", 1, k=k)
     max_new_tokens, seed = require_sizes("speculative", 0, max_new_tokens=max_new_tokens, seed=seed)
@@ -60,6 +68,7 @@ def speculative(
     readers = []
     for network, weights in ((model, params), (draft, draft_params)):
         network, tokens = network_of("speculative", network), None
+        require_no_memory("speculative", network)
         fitting("speculative", network, [prompt], max_new_tokens)
         if max_new_tokens >= PAYS and records(weights) if compiled is None else compiled:
             most = width_of(network, [prompt]) + max(max_new_tokens - 1, 0)

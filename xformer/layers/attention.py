@@ -42,8 +42,9 @@ class XLParams(NamedTuple):
     """Parameters of Transformer-XL's relative positions (`ops.xl_attention`)."""
 
     r: LinearParams  # (D, G * K), of the encodings of distances to keys
-    content_bias: Array  # (H, K)
-    position_bias: Array  # (H, K)
+    # Vectors, as other biases, so that weight decay leaves them alone.
+    content_bias: Array  # (H * K,)
+    position_bias: Array  # (H * K,)
 
 
 @short
@@ -163,7 +164,8 @@ def attention(
         encodings = distances(k.shape[2], x.shape[-1], like=x)[None, ...]  # (1, S, D)
         r, r_cache = linear(encodings, params.xl.r)
         r, tables = split_heads(r, n_kv_heads)[0, ...], params.xl[1:]
-        ctx, core = ops.xl_attention(q, k, v, r, *map(value, tables), **options)
+        biases = (_of_heads(value(table), n_heads) for table in tables)
+        ctx, core = ops.xl_attention(q, k, v, r, *biases, **options)
     elif params.shaw is not None:
         _require_no("shaw", extras)
         tables = params.shaw
@@ -236,7 +238,9 @@ class AttentionCache(NamedTuple):
         if self.r is None:
             return None, None, ShawParams(*trained), None
         _, dr_params = self.r.backward(merge_heads(dr[0][None, ...]))
-        return None, None, None, XLParams(dr_params, *trained)
+        xp = array_namespace(first)
+        vectors = (None if grad is None else xp.reshape(grad, (-1,)) for grad in trained)
+        return None, None, None, XLParams(dr_params, *vectors)
 
 
 def key_value(
@@ -440,6 +444,16 @@ def _require_memory(
         raise ValueError("attention: memory_pos needs a memory (B, S, D), and there is none")
     if memory is not None and not (rotary is None and kv_cache is None):
         raise ValueError("attention: rotary and kv_cache need self-attention, but memory was given")
+
+
+def _of_heads(bias: Array, n_heads: int) -> Array:
+    """(H * K,) -> (H, K). ValueError for another shape."""
+    if bias.ndim != 1 or bias.shape[0] % n_heads:
+        raise ValueError(
+            f"attention: biases of params.xl must be (H * K,) with H = {n_heads}, "
+            f"got shape {tuple(bias.shape)}"
+        )
+    return array_namespace(bias).reshape(bias, (n_heads, -1))
 
 
 def _require_axes(memory: Any, x: Array) -> None:

@@ -126,7 +126,7 @@ class AttentionConfig:
         if self.xl:
             shape = (self.d_model, self.kv_heads * self.head_width)
             r = LinearParams.init(rng, shape, draw=draw, bias=False)
-            biases = (rng.full((self.n_heads, self.head_width), 0.0) for _ in range(2))
+            biases = (rng.full((self.n_heads * self.head_width,), 0.0) for _ in range(2))
             params = params._replace(xl=XLParams(r, *biases))
         return params
 

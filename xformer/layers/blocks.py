@@ -56,6 +56,8 @@ def blocks(
     ValueError for shapes and numbers that do not fit.
     """
     order = order_of(params, configs)
+    if len({config.reversible for config in configs}) > 1:
+        raise ValueError("blocks: either all blocks must be reversible, or none")
     if configs[0].reversible:
         from xformer.layers.reversible import reversible
 

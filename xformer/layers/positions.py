@@ -34,7 +34,8 @@ def distances(n: int, width: int, *, like: Array) -> Array:
     """
     # Few tables, although decoding asks for one more distance with each token.
     length = n if n < 2 else 1 << (n - 1).bit_length()
-    return array_namespace(like).flip(sinusoidal(length, width, like=like)[:n, :], axis=0)
+    p = array_namespace(like).flip(sinusoidal(length, width, like=like)[:n, :], axis=0)
+    return p + 0  # a copy: a view would keep the whole table in a cache
 
 
 @functools.lru_cache(maxsize=8)

@@ -47,7 +47,8 @@ def residual(
     out_norm: a norm of f's output, before dropout; None: no norm. With "pre" it is the sandwich
         norm of Gemma 2 (arXiv:2408.00118), without norm_params the output norm of OLMo 2
         (arXiv:2501.00656).
-    scale: (1,), a number that multiplies f's output (`ops.scale`; ReZero); None: no number
+    scale: (1,), a number that multiplies what is added to x, after out_norm (`ops.scale`; ReZero);
+        None: no number
     norm_placement: "pre" or "post"
     config: of both norms; None: LayerNorm
     dropout_key: None: no dropout

@@ -37,7 +37,7 @@ def reversible(
     feed-forward network, each with norms and dropout (`layers.residual.branched`). Only the two
     streams after the last block are saved, whatever the number of blocks.
 
-    x, y: (B, T, D). For the other arguments see `layers.blocks`.
+    x, y: (B, T, D) or (T, D). For the other arguments see `layers.blocks`.
     ValueError for shapes and numbers that do not fit.
     """
     network = _Network(params, bias, pos, configs, order_of(params, configs), options)
@@ -89,7 +89,7 @@ class ReversibleCache(NamedTuple):
     from the key.
     """
 
-    y1: Array  # (B, T, D)
+    y1: Array  # (B, T, D) or (T, D)
     y2: Array  # (B, T, D)
     network: _Network
     dropout_key: ops.RandomKey | None

@@ -79,6 +79,15 @@ class EncoderDecoder:
         plain_numbers(self)
         require_configs("EncoderDecoder", self.encoder)
         require_configs("EncoderDecoder", self.decoder)
+        if any(config.attn.xl for config in (*self.encoder, *self.decoder)):
+            raise ValueError("EncoderDecoder: attn.xl is for decoder-only models")
+        if self.decoder[0].reversible:
+            raise ValueError("EncoderDecoder: a decoder's blocks cannot be reversible")
+        if self.encoder[0].reversible and self.activation_checkpointing:
+            raise ValueError(
+                "EncoderDecoder: activation_checkpointing excludes reversible blocks, which save "
+                "less"
+            )
         if self.shared_embed and (self.src_embed is None or self.tgt_embed is not None):
             raise ValueError("EncoderDecoder: shared_embed needs src_embed and no tgt_embed")
         for name, config, blocks in (

@@ -146,7 +146,7 @@ class GPT:
     ) -> tuple[Array, LanguageModelCache]:
         """Logits (B, T, V) of the next token at every position.
 
-        tokens: (B, T) integers in [0, V), T <= max_len
+        tokens: (B, T) integers in [0, V), T <= max_len except for positions "xl"
         mask: (B, T), True = a token, False = padding; None: no padding
         dropout_key: None: no dropout
         ValueError or TypeError for other tokens and masks.
@@ -165,7 +165,7 @@ class GPT:
     ) -> tuple[Array, LossCache[LanguageModelParams] | BalancedLossCache]:
         """The mean cross-entropy in nats of `targets`, the next token at every position.
 
-        tokens: (B, T) integers in [0, V), T <= max_len
+        tokens: (B, T) integers in [0, V), T <= max_len except for positions "xl"
         targets: (B, T) integers in [0, V)
         mask: (B, T), True = a token, False = padding; None: no padding
         dropout_key: None: no dropout

@@ -135,12 +135,14 @@ class LanguageModel:
         layers_with_xl = [config.attn.xl for config in self.blocks]
         if self.memory_len is not None:
             require_sizes("LanguageModel", 0, memory_len=self.memory_len)
-            if not all(layers_with_xl):
+            if not any(layers_with_xl):
                 raise ValueError("LanguageModel: memory_len needs attn.xl in all blocks")
             if self.blocks[0].reversible:
                 raise ValueError("LanguageModel: memory_len excludes reversible blocks")
         if not any(layers_with_xl):
             return
+        if not all(layers_with_xl):
+            raise ValueError("LanguageModel: attn.xl must be that of all blocks, or of none")
         if not self.causal:
             raise ValueError("LanguageModel: attn.xl needs causal attention")
         in_embed = self.embed is not None and self.embed.positions != "none"

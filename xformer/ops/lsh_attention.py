@@ -54,9 +54,9 @@ def lsh_attention(
         raise ValueError(f"lsh_attention: chunk_len must divide T = {length}, got {chunk_len}")
     buckets = lsh_buckets(qk, key=key, n_buckets=n_buckets, n_rounds=n_rounds)
     xp = array_namespace(qk)
-    place = xp.arange(length, dtype=buckets.dtype, device=device(buckets))
-    order = xp.argsort(buckets * length + place, axis=-1)  # (B, H, R, T)
-    rank = xp.argsort(order, axis=-1)  # the place of each token in its round's order
+    index = xp.arange(length, dtype=buckets.dtype, device=device(buckets))
+    order = xp.argsort(buckets * length + index, axis=-1)  # (B, H, R, T)
+    rank = xp.argsort(order, axis=-1)  # the index of each token in its round's order
     sorting = _Sorting(order, rank, chunk_len, causal)
     scores = sorting.scores(qk)
     top = xp.max(sorting.back(xp.max(scores, axis=-1, keepdims=True)), axis=2)  # (B, H, T, 1)
@@ -130,8 +130,8 @@ class LshAttentionCache(NamedTuple):
 class _Sorting(NamedTuple):
     """The chunks of each round. N chunks of C = chunk_len tokens; S = 2C keys, or C if N = 1."""
 
-    order: Array  # (B, H, R, T), the token at each place
-    rank: Array  # (B, H, R, T), the place of each token
+    order: Array  # (B, H, R, T), the token at each index
+    rank: Array  # (B, H, R, T), the index of each token in `order`
     chunk_len: int
     causal: bool
 
@@ -185,9 +185,9 @@ class _Sorting(NamedTuple):
         xp = array_namespace(like)
         total = xp.zeros_like(like)
         for r in range(self.order.shape[2]):
-            place = self.chunks(self.rank[:, :, r, :, None])  # in round r, in each round's order
-            own, other = (x // self.chunk_len for x in (place, self._with_previous(place).mT))
-            is_pair = (own == other) | (own == (other + 1) % self.n_chunks)
+            index = self.chunks(self.rank[:, :, r, :, None])  # in round r, in each round's order
+            of_query, of_key = (x // self.chunk_len for x in (index, self._with_previous(index).mT))
+            is_pair = (of_query == of_key) | (of_query == (of_key + 1) % self.n_chunks)
             total = total + xp.astype(is_pair, like.dtype)
         return total
 
