@@ -291,3 +291,32 @@ def test_what_toml_cannot_hold_is_left_out() -> None:
     text = Path(CONFIG).read_text()
     assert tomllib.loads(text) == {"steps": 3}
     assert r"# data is not UTF-8; give it on the command line: 'a\udcff'" in text
+
+
+def test_a_preset_beside_sizes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("sizes.toml").write_text("layers = 1\nd-model = 8\nlr = 0.1\n")
+    assert main(["train", "--config", "sizes.toml", "--preset", "tiny"]) == 1
+    message = "sizes.toml: --preset would change layers, d-model, lr: leave them out"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--positions", "xl", "--norm-placement", "none", "--residual-scale", "0"],
+        ["--reversible"],
+        ["--position-mode", "concat", "--norm-placement", "none", "--init", "fixup"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_variants_are_repeated_resumed_and_trained_further(options: list[str]) -> None:
+    assert main(["train", "--config", "c.toml", *options, "--steps", "2", "--out", "a"]) == 0
+    assert main(["train", "--config", f"a/{CONFIG}", "--out", "b"]) == 0
+    assert rows(Path("a")) == rows(Path("b"))
+    assert main(["train", "--resume", "a", "--steps", "3"]) == 0
+    data = tomllib.loads(Path("a", CONFIG).read_text())["data"]
+    more = ["--from", "a", "--data", data, "--batch", "2", "--max-len", "8", "--steps", "1"]
+    assert main(["train", *more, "--out", "c"]) == 0
+    notes = json.loads(Path("c", "run.json").read_text())["notes"]
+    assert notes["reversible"] == ("--reversible" in options)
+    assert main(["train", "--resume", "c", "--steps", "2"]) == 0

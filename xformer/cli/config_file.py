@@ -86,8 +86,19 @@ def use(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> 
         action = actions[option]
         action.required = False
         parser.set_defaults(**{action.dest: _checked(action, value, f"{path}: {name}")})
+    if "--preset" in actions and any(word.partition("=")[0] == "--preset" for word in argv):
+        _require_no_sizes(path, read)
     parser.set_defaults(config=found)
     return ConfigFile(path, read)
+
+
+def _require_no_sizes(path: Path, read: Mapping[str, Any]) -> None:
+    """ValueError if the file has sizes, which a preset would set too."""
+    from xformer.cli.train_options import Preset  # which imports this module
+
+    sizes = [name for name in read if name.replace("-", "_") in Preset._fields]
+    if sizes:
+        raise ValueError(f"{path}: --preset would change {', '.join(sizes)}: leave them out")
 
 
 def write(folder: Path, command: str, options: Mapping[str, Any]) -> None:

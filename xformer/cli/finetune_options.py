@@ -159,17 +159,15 @@ def settled(args: argparse.Namespace, every: int) -> argparse.Namespace:
 
 
 def kept(options: argparse.Namespace) -> dict[str, Any]:
-    """The options to store in the run. --model stays as given: an adapter names its base by it."""
-    found = {name: getattr(options, name) for name in ("data", "tokenizer")}
-    paths = {name: str(Path(path).absolute()) for name, path in found.items() if path is not None}
+    """The options to store in the run, with absolute paths."""
+    files = {name: getattr(options, name) for name in ("model", "data", "tokenizer")}
+    paths = {name: str(Path(path).absolute()) for name, path in files.items() if path is not None}
     return OPTIONS.kept(argparse.Namespace(**vars(options) | paths))
 
 
 def by_long_name(notes: dict[str, Any]) -> dict[str, Any]:
-    """The options of `kept` by their long names, with the absolute path of the model."""
-    model = Path(notes["model"])
-    found = notes | ({"model": str(model.absolute())} if model.exists() else {})
-    return {dashed(name): found[name] for name in DEFAULTS}
+    """The options of `kept` by their long names."""
+    return {dashed(name): notes[name] for name in DEFAULTS}
 
 
 def config_of(options: argparse.Namespace) -> TrainConfig:

@@ -31,7 +31,7 @@ IN_FLOAT32 = ("numba", "mkl")  # no compiled kernels for float64, which runs on 
 
 def add_parser(subparsers: Any) -> None:
     """Add `xformer gradcheck`."""
-    parser = subparsers.add_parser("gradcheck", help="check every gradient by finite differences")
+    parser = subparsers.add_parser("gradcheck", help="check every gradient")
     parser.add_argument(
         "--backend",
         nargs="+",

@@ -13,6 +13,7 @@ from typing import Any
 from xformer.cli.paths import MODEL, nonempty
 from xformer.cli.summary import Row, inspected, table
 from xformer.ledger import Ledger, ledger, measured_peak
+from xformer.models import GPT
 from xformer.optim import OPTIMISERS
 from xformer.shapes import FLOATING
 from xformer.showing import size
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     model, _ = inspected(Path(args.model))
     network = model.network
     network = dataclasses.replace(network, activation_checkpointing=args.activation_checkpointing)
-    length = min(LENGTH, context(network) or LENGTH) if args.seq_len is None else args.seq_len
+    most = model.max_len if isinstance(model, GPT) else context(network)
+    length = min(LENGTH, most or LENGTH) if args.seq_len is None else args.seq_len
     options: Any = {
         "batch": args.batch,
         "length": length,

@@ -88,6 +88,7 @@ def usual(path: str) -> Usual:
         "position_mode": network.embed.mode,
         "norm_placement": block.norm_placement,
         "residual_scale": block.residual_scale,
+        "reversible": block.reversible,
         "dropout": block.dropout,
         "max_len": min(length or LONGEST, LONGEST),
         **({} if isinstance(model, GPT) else {"lr": LR}),

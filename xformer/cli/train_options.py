@@ -173,8 +173,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     modes = "add them to the embeddings, concatenate them, or add them to queries, keys and values"
     add("--position-mode", choices=MODES, help=f"{modes} (default: add)")
     add("--norm-placement", choices=NORMS, help="of each block (default: pre)")
-    scale = "initial value of a learned number that multiplies each sublayer (0: ReZero)"
-    add("--residual-scale", type=float, metavar="X", help=f"{scale} (default: no number)")
+    scale = "initial value of a learned number that multiplies each sublayer"
+    add("--residual-scale", type=float, metavar="X", help=f"{scale} (0: ReZero; default: none)")
     add("--init", choices=INITS, help="initial weights (default: gpt2; fixup: without norms)")
     add("--dropout", type=float, metavar="RATE", help="default: 0")
     memory = "with --positions xl: earlier tokens that are attended to (default: --max-len)"
