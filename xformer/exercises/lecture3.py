@@ -11,6 +11,7 @@ import numpy as np
 
 from xformer import layers, ops
 from xformer.exercises.exercise import Exercise, Mistake, normal, softmax, total
+from xformer.showing import short
 
 UNSCALED = "the factor K^-1/2 is missing in dq and dk: scores = q k^T K^-1/2"
 TRANSPOSED = "dq = dscores k K^-1/2, not dscores k^T: its shapes fit only if T, S and K are equal"
@@ -328,6 +329,7 @@ def rope_backward(dy, saved):
 )
 
 
+@short
 class _SelfAttentionCache(NamedTuple):
     cache: Any
 
@@ -411,6 +413,7 @@ def self_attention_backward(dy, saved):
 )
 
 
+@short
 class _ScoresCache(NamedTuple):
     to_h: Any
     to_y: Any

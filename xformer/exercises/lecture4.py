@@ -10,6 +10,7 @@ import numpy as np
 
 from xformer import layers, ops
 from xformer.exercises.exercise import Exercise, Mistake, mean, normal, rows
+from xformer.showing import short
 
 BY_KEYS = (
     "dy is masked, by an array that happens to have its shape, before w2^T: "
@@ -70,6 +71,7 @@ def embedding_backward(dy, saved):
 )
 
 
+@short
 class _FeedForwardCache(NamedTuple):
     cache: Any
 
@@ -148,6 +150,7 @@ def feed_forward_backward(dy, saved):
 )
 
 
+@short
 class _ResidualCache(NamedTuple):
     norm: Any
     linear: Any
