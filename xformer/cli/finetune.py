@@ -99,7 +99,8 @@ def _run(options: argparse.Namespace) -> int:
     try:
         with run:
             state = run.begin(state, options.resume_step)
-            config_file.write(folder, "finetune", finetune_options.by_long_name(run.notes))
+            long_names = finetune_options.by_long_name(run.notes, options.model)
+            config_file.write(folder, "finetune", long_names)
             begun = state.step
             job = job._replace(params=state.params)  # if resumed, the first ones are not needed
             _introduce(job, begun)

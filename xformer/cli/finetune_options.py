@@ -159,15 +159,16 @@ def settled(args: argparse.Namespace, every: int) -> argparse.Namespace:
 
 
 def kept(options: argparse.Namespace) -> dict[str, Any]:
-    """The options to store in the run, with absolute paths."""
-    files = {name: getattr(options, name) for name in ("model", "data", "tokenizer")}
+    """The options to store in the run. --model stays as given: an adapter names its base by it."""
+    files = {name: getattr(options, name) for name in ("data", "tokenizer")}
     paths = {name: str(Path(path).absolute()) for name, path in files.items() if path is not None}
     return OPTIONS.kept(argparse.Namespace(**vars(options) | paths))
 
 
-def by_long_name(notes: dict[str, Any]) -> dict[str, Any]:
-    """The options of `kept` by their long names."""
-    return {dashed(name): notes[name] for name in DEFAULTS}
+def by_long_name(notes: dict[str, Any], model: str) -> dict[str, Any]:
+    """The options of `kept` by their long names, with the absolute path of the model in use."""
+    options = notes | {"model": str(Path(model).absolute())}
+    return {dashed(name): options[name] for name in DEFAULTS}
 
 
 def config_of(options: argparse.Namespace) -> TrainConfig:
