@@ -320,3 +320,8 @@ def test_variants_are_repeated_resumed_and_trained_further(options: list[str]) -
     notes = json.loads(Path("c", "run.json").read_text())["notes"]
     assert notes["reversible"] == ("--reversible" in options)
     assert main(["train", "--resume", "c", "--steps", "2"]) == 0
+
+
+def test_positions_xl_exclude_reversible(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config", "c.toml", "--positions", "xl", "--reversible"]) == 1
+    assert "--positions xl excludes --reversible" in capsys.readouterr().err

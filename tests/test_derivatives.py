@@ -283,6 +283,10 @@ def test_constants_are_arguments() -> None:
     assert np.array_equal(dx, backward(x, dy))
     with pytest.raises(TypeError, match="must be an argument of jvp, with the tangent None"):
         xf.jvp(lambda x: backward(x, dy), (x,), (x,))
+    with pytest.raises(TypeError, match=r"must call functions of `array_namespace\(x\)`"):
+        xf.jvp(np.sin, (x,), (x,))
+    with pytest.raises(ValueError, match="must return the gradient of params alone, got a tuple"):
+        xf.hvp(lambda p: ops.mse(p, dy), x, x)
 
 
 # ---- Gradient checks on dual numbers ----

@@ -64,8 +64,9 @@ def jvp(fn: Callable[..., T], args: Sequence[Any], tangents: Sequence[Any]) -> t
         said = str(error)
         if "Dual" in said and not said.startswith(("dual:", "unsupported operand")):
             raise TypeError(
-                "jvp: a floating array that the function uses must be an argument of jvp, with the "
-                f"tangent None if it is constant ({error})"
+                "jvp: the function must call functions of `array_namespace(x)`, and a floating "
+                "array whose functions it calls must be an argument of jvp, with the tangent None "
+                f"if it is constant ({error})"
             ) from error
         raise
     finally:
@@ -85,6 +86,11 @@ def hvp(fn: Callable[..., tuple[Array, Any]], params: T, v: T, *args: Any) -> T:
 
     def gradient(params: T, *args: Any) -> T:
         gradient: T = fn(params, *args)[1].backward()
+        if type(gradient) is tuple and not isinstance(params, tuple):
+            raise ValueError(
+                "hvp: cache.backward() must return the gradient of params alone, "
+                f"got a tuple of {len(gradient)}"
+            )
         return gradient
 
     return jvp(gradient, (params, *args), (v, *(None for _ in args)))[1]

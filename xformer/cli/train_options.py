@@ -269,6 +269,8 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
     if options["positions"] == "xl":
         options["memory"] = options["max_len"] if options["memory"] is None else options["memory"]
         require_sizes("train", 0, **{"--memory": options["memory"]})
+        if options["reversible"]:
+            raise ValueError("--positions xl excludes --reversible")
     elif options["memory"] is not None:
         raise ValueError(f"--memory needs --positions xl, got {options['positions']}")
     for name in ("data", "origin"):
