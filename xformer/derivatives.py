@@ -85,7 +85,7 @@ def hvp(fn: Callable[..., tuple[Array, Any]], params: T, v: T, *args: Any) -> T:
     """
 
     def gradient(params: T, *args: Any) -> T:
-        gradient: T = fn(params, *args)[1].backward()
+        gradient: Any = fn(params, *args)[1].backward()
         if type(gradient) is tuple and not isinstance(params, tuple):
             raise ValueError(
                 "hvp: cache.backward() must return the gradient of params alone, "
