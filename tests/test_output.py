@@ -15,7 +15,7 @@ import pytest
 from runs import rows
 
 from xformer.cli import generate, main, train
-from xformer.cli.output import Output, printing
+from xformer.cli.output import Output, printing, visible
 
 TEXT = "Die schönen Füchse – 日本 „springen“ über den faulen Hund. "
 TRAIN = [
@@ -216,3 +216,11 @@ def test_the_locale_c(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(rows(folder / "läuft")) == 4 and b"sch\\xf6" in done.stdout
     assert main(["train", "--resume", "für/läuft"]) == 0  # with a locale of UTF-8
+
+
+def test_control_characters_are_visible_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model's text: a terminal would obey them."""
+    text = "a\x1b[2Jb\x07\r\n\tc\x9b\x7f\u00e9"
+    assert visible(text) == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert visible(text) == "a\\x1b[2Jb\\x07\\x0d\n\tc\\x9b\\x7f\u00e9"

@@ -14,7 +14,7 @@ from typing import Any
 from xformer import backends
 from xformer.checks import require_id, require_sizes
 from xformer.cli.models import Found, opened, start_id
-from xformer.cli.output import is_lost
+from xformer.cli.output import is_lost, visible
 from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.sampling import TEMPERATURE, Choice, announce, choice
 from xformer.generation import PrefilledPrompt, beam_search, decoded, prefill, stream, until
@@ -159,9 +159,9 @@ def _with_memory(loaded: Found, args: argparse.Namespace) -> Found:
 
 def write(pieces: Iterable[str], prompt: str) -> None:
     """Print `prompt`, then each piece of text as it arrives, until standard output is closed."""
-    print(prompt, end="", flush=True)
+    print(visible(prompt), end="", flush=True)
     for piece in pieces:
-        print(piece, end="", flush=True)
+        print(visible(piece), end="", flush=True)
         if is_lost():
             break
     print()

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
+
 
 class Output:
     """A text stream that never raises.
@@ -60,6 +62,14 @@ def printing() -> Iterator[Output]:
             sys.stdout, sys.stderr = before
             for output in (out, err):
                 _finish(output)
+
+
+def visible(text: str) -> str:
+    """`text` for standard output: on a terminal with Python escapes for control characters.
+
+    A model may write any of them, and a terminal obeys them. Newlines and tabs stay.
+    """
+    return text.translate(CONTROLS) if sys.stdout.isatty() else text
 
 
 def is_lost() -> bool:

@@ -108,12 +108,12 @@ class SdpaCache(NamedTuple):
     drop: DropoutCache
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """The gradients of q, k, v, bias and sinks; None for an absent bias or sinks.
+        """dq = scale * dscores k, dk = scale * dscores^T q, dv = dropout(probs)^T dctx.
 
-        dq = scale * dscores k, dk = scale * dscores^T q, dv = dropout(probs)^T dctx, with dscores =
-        probs * (dprobs - sum(dprobs * probs)), dprobs = dctx v^T through dropout. dbias is dscores
-        summed over the axes along which bias was repeated; dsinks sums a sink's dscores. With a
-        softcap, its derivative multiplies dscores in dq and dk.
+        dscores = probs * (dprobs - sum(dprobs * probs)), dprobs = dctx v^T through dropout. dbias
+        is dscores summed over the axes along which bias was repeated; dsinks sums a sink's dscores.
+        With a softcap, its derivative multiplies dscores in dq and dk. The gradients of q, k, v,
+        bias and sinks are returned; None for an absent bias or sinks.
         """
         require_gradient("sdpa", "dctx", dctx, self.q, (*self.q.shape[:3], self.v.shape[3]))
         q, k, v, probs, shares, scale, softcap, bias_shape, drop = self
