@@ -134,6 +134,8 @@ def who_runs(name: str, library: str) -> str:
         return "reference"
     if library == "numba":
         return "kernel, float32"
+    if library not in ("numpy", "cupy"):  # no others have storage dtypes, or need the library
+        return "kernel"
     stored = sorted(getattr(ops, name).stored_by(library))
     return ", ".join(["kernel", *(f"+ {dtype}" for dtype in stored)])
 
