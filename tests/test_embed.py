@@ -470,7 +470,7 @@ def test_mistakes_are_one_line(said: Any, folder: Path, tmp_path: Path) -> None:
         ([*own, "--batch", "0", "x"], "batch_size must be an int of at least 1, got 0"),
         (
             ["embed", "--model", "absent", "x"],
-            "there is no folder or file absent; nothing is",
+            "there is no folder or file absent. If it is a model on the Hugging Face Hub",
         ),
         (["embed", "--model", str(tmp_path), "x"], "is no file of a tokenizer, and no folder with"),
     ]:

@@ -128,7 +128,7 @@ def test_masked(tmp_path: Path) -> None:
     assert found.tokens.tolist() == [CLS, *ids(text)[:30], SEP]
     rng, seen = np.random.default_rng(0), []
     for _ in range(400):
-        (tokens, targets), masks, count, _ = task.batch([found], rng)
+        (tokens, targets), masks, count, *_ = task.batch([found], rng)
         hidden = targets[0] != IGNORED
         assert hidden.sum() == count == round(0.15 * 30) and not hidden[[0, -1]].any()
         assert (targets[0][hidden] == found.tokens[hidden]).all() and masks["mask"].all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from causal_models import NAMES, T5_NAMES, causal, seq2seq
+from causal_models import COUNTED, T5_NAMES, causal, seq2seq
 
 from null_device import stand_ins, work
 from null_device.cases import Numbers, case
@@ -37,7 +37,7 @@ def add(name: str, length: str) -> None:
         return work.of_graph(seen, said, refused, work.SHORT)
 
 
-for _name in NAMES:
+for _name in COUNTED:
     for _length in PROMPTS:
         if (_name, _length) != (NO_PADDING, "two, padded"):
             add(_name, _length)
