@@ -58,8 +58,6 @@ NAMES = [
     *("sinusoidal", "positions for q, k, v", "no positions", "alibi", "relative bias", "shaw"),
     *("post-norm", "concatenated positions", "bare blocks"),
 ]
-# Models whose CUDA calls tests/null_device counts.
-COUNTED = [name for name in NAMES if name not in ("concatenated positions", "bare blocks")]
 ALL = [*NAMES, "reversible"]  # which no kernel for one token runs
 # Padding needs position ids, and position ids need positions that are added to embeddings.
 UNPADDED = ("positions for q, k, v", "concatenated positions")

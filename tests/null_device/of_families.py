@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from causal_models import COUNTED, T5_NAMES, V, causal, seq2seq
+from causal_models import NAMES, T5_NAMES, V, causal, seq2seq
 
 from null_device import stand_ins, work
 from null_device.cases import Numbers, case
@@ -89,5 +89,5 @@ def add(name: str) -> None:
         return work.of_graph(seen, said, UNCAPTURED.get(name))
 
 
-for _name in (*COUNTED, *T5_NAMES, *ENCODERS):
+for _name in (*NAMES, *T5_NAMES, *ENCODERS):
     add(_name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from causal_models import COUNTED, T5_NAMES, causal, seq2seq
+from causal_models import NAMES, T5_NAMES, UNPADDED, causal, seq2seq
 
 from null_device import stand_ins, work
 from null_device.cases import Numbers, case
@@ -10,7 +10,6 @@ from null_device.device import counting
 from xformer.generation import samplers
 
 PROMPTS = {"one": [[5, 6, 7]], "two, padded": [[5, 6, 7], [8]]}
-NO_PADDING = "positions for q, k, v"  # goes without
 UNCOMPILED = "Shaw"  # one token a call
 UNCAPTURED = {"mixtral": "cuBLAS", "shaw": UNCOMPILED}
 
@@ -37,9 +36,9 @@ def add(name: str, length: str) -> None:
         return work.of_graph(seen, said, refused, work.SHORT)
 
 
-for _name in COUNTED:
+for _name in NAMES:
     for _length in PROMPTS:
-        if (_name, _length) != (NO_PADDING, "two, padded"):
+        if _name not in UNPADDED or _length != "two, padded":
             add(_name, _length)
 
 
