@@ -103,7 +103,9 @@ class Captured:
         `state` is not the graph's.
         """
         graph = self._graph if self.is_launched else None
-        if graph is None or any(state[name] is not own for name, own in self._state.items()):
+        if graph is None or any(
+            state[name] is not captured for name, captured in self._state.items()
+        ):
             return 0
         for done in range(n):
             if not self._launched(graph):
@@ -131,15 +133,15 @@ class Captured:
     def _fill(self, state: dict[str, Array], inputs: Any) -> None:
         """Copy the arrays of a call to the graph's arrays, if they are others."""
         others = {name: x for name, x in state.items() if x is not self._state[name]}
-        own_ids = {id(own) for own in self._state.values()}
+        captured_ids = {id(x) for x in self._state.values()}
         for name, x in others.items():
-            if id(x) in own_ids:  # another array of the state, which is written below
+            if id(x) in captured_ids:  # another array of the state, which is written below
                 others[name] = array_namespace(x).asarray(x, copy=True)
         for name, x in others.items():
             self._state[name][...] = x
-        for name, own in self._inputs.items():
-            if own is not inputs[name]:
-                own[...] = self._of_device(inputs[name])
+        for name, captured in self._inputs.items():
+            if captured is not inputs[name]:
+                captured[...] = self._of_device(inputs[name])
 
     def _launched(self, graph: Graph) -> bool:
         """Record the graph if it is not recorded, and launch it; return whether this succeeded."""

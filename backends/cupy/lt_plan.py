@@ -50,11 +50,13 @@ def layout(x: Array) -> tuple[bool, int] | None:
 
     Returns None if neither rows nor columns are contiguous, or they overlap.
     """
-    return _layout(x.shape, x.strides, x.itemsize)
+    return _matrix_layout(x.shape, x.strides, x.itemsize)
 
 
 @functools.lru_cache(KEPT)  # a model has few layouts, and a look-up is faster than computing them
-def _layout(shape: tuple[int, int], strides: tuple[int, int], size: int) -> tuple[bool, int] | None:
+def _matrix_layout(
+    shape: tuple[int, int], strides: tuple[int, int], size: int
+) -> tuple[bool, int] | None:
     """Return `layout` of a matrix. strides: in bytes. size: bytes of an element."""
     (n, m), (row_stride, column_stride) = shape, strides
     if (column_stride == size or m == 1) and (n == 1 or row_stride >= m * size):
@@ -71,7 +73,7 @@ def matrix(x: Array) -> Matrix:
 
 @functools.lru_cache(KEPT)
 def _matrix(shape: tuple[int, int], strides: tuple[int, int], dtype: Any, alignment: int) -> Matrix:
-    layout_of_x = _layout(shape, strides, dtype.itemsize)
+    layout_of_x = _matrix_layout(shape, strides, dtype.itemsize)
     if layout_of_x is None:
         raise ValueError(f"cuBLASLt needs contiguous rows or columns, got strides {strides}")
     by_rows, step = layout_of_x

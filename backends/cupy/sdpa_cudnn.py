@@ -190,11 +190,11 @@ def _has_readable_rows(shape: tuple[int, ...], strides: tuple[int, ...], size: i
 
 def layout(x: Array) -> Layout:
     """Return the layout of `readable(x)`."""
-    return _layout(x.shape, x.strides if is_readable(x) else None, x.itemsize)
+    return _cudnn_layout(x.shape, x.strides if is_readable(x) else None, x.itemsize)
 
 
 @functools.lru_cache(LAYOUTS)
-def _layout(shape: tuple[int, ...], strides: tuple[int, ...] | None, size: int) -> Layout:
+def _cudnn_layout(shape: tuple[int, ...], strides: tuple[int, ...] | None, size: int) -> Layout:
     """Return the shape and the strides in elements of an array (B, H, T, K), for cuDNN.
 
     strides: in bytes; None: the array is contiguous   size: bytes of an element

@@ -63,8 +63,8 @@ def add_product(by: Any, scale: Any, a: Any, b: Any, keep: bool, out: Any) -> No
     a: (N, K)   b: (K, M)   out: (N, M). Rows of out are contiguous; rows or columns of a and b.
     Sizes are passed as 64 bits; a library with 32-bit integers reads the lower half.
     """
-    a_order, a_step = _layout(a)
-    b_order, b_step = _layout(b)
+    a_order, a_step = _blas_layout(a)
+    b_order, b_step = _blas_layout(b)
     (n, m), k, factor = out.shape, a.shape[1], np.float32(scale)
     x, w, y = a.ctypes.data, b.ctypes.data, out.ctypes.data
     y_step = 4 * m if n == 1 else out.strides[0]
@@ -83,13 +83,13 @@ def add_product(by: Any, scale: Any, a: Any, b: Any, keep: bool, out: Any) -> No
 def _steps(order: int, step: int) -> Any:
     """Return the strides of a float32 matrix in bytes: (between rows, between columns).
 
-    order, step: the two results of `_layout` for the matrix
+    order, step: the two results of `_blas_layout` for the matrix
     """
     return (4 * step, 4) if order == AS_IT_IS else (4, 4 * step)
 
 
 @rowwise
-def _layout(x: Any) -> Any:
+def _blas_layout(x: Any) -> Any:
     """Return (order, step): how CBLAS reads x (N, M), float32 with contiguous rows or columns.
 
     order: AS_IT_IS if the rows are contiguous, TRANSPOSED if the columns are

@@ -88,7 +88,7 @@ class Task:
         end = end_of(self.tokenizer, self.model)
         return self._known(ids + [end] * (end is not None and ids[-1:] != [end]))
 
-    def _cut(self, text: str, most: int) -> np.ndarray:
+    def _truncated(self, text: str, most: int) -> np.ndarray:
         """The ids of `_ended`, at most `most`, truncated at the tokenizer's truncation_side.
 
         If the ids are more than `most`: with "right" the last ids are dropped, including the end

@@ -47,7 +47,7 @@ class Completion(Causal):
         alone = np.asarray(self.tokenizer.encode(fields["prompt"]), np.int64)[: len(ids)]
         differs = np.flatnonzero(alone != ids[: len(alone)])
         n_prompt = int(differs[0]) if len(differs) else len(alone)
-        cut = self._cut(text, self.max_len + 1)
+        cut = self._truncated(text, self.max_len + 1)
         if self.tokenizer.truncation_side == "left":
             n_prompt -= len(ids) - len(cut)
         if n_prompt > self.max_len:

@@ -79,7 +79,7 @@ class Seq2Seq(Task):
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """One example, with the target's tokens as targets."""
         src, is_cut = self._ids(fields["source"])
-        targets = self._cut(fields["target"], self.max_len)
+        targets = self._truncated(fields["target"], self.max_len)
         is_cut = is_cut or len(targets) < len(self._ended(fields["target"]))
         return [Example(src, targets, is_cut)]
 

@@ -101,7 +101,7 @@ def _read(
         width = 0
     else:
         embed = network.target_embed if isinstance(network, EncoderDecoder) else network.embed
-        _require_known(rows, embed)
+        _require_prompt_ids(rows, embed)
         before, _, state, width = _aligned(after, rows, network)
     tokens, mask = _padded(rows, backend)
     length = tokens.shape[1]
@@ -138,9 +138,9 @@ def opened(
     sources by a compiled program (`prompts.encode_by_program`).
     """
     if not isinstance(network, EncoderDecoder):
-        _require_known(prompts, network.embed)
+        _require_prompt_ids(prompts, network.embed)
         return network.init_state(), prompts
-    _require_known(prompts, network.src_embed)
+    _require_prompt_ids(prompts, network.src_embed)
     sources, mask = _padded(prompts, backend, left=False)
     state = encode_by_program(network, params, sources, mask) if compiled else None
     if state is None:
@@ -263,7 +263,7 @@ def checked(prompts: Any) -> Ids:
     return tuple(rows)
 
 
-def _require_known(rows: Ids, embed: Any) -> None:
+def _require_prompt_ids(rows: Ids, embed: Any) -> None:
     """ValueError for an id outside [0, embed.vocab_size), which ops on a device do not check."""
     ids = np.asarray([i for row in rows for i in row])
     require_ids("prefill", "ids", ids, embed.vocab_size, ids)

@@ -141,7 +141,7 @@ class _Sorting(NamedTuple):
 
     def chunks(self, x: Array) -> Array:
         """The rows of x (B, H, T, .) in each round's order: (B, H, R, N, C, .)."""
-        return self._cut(_rows(x[:, :, None, :, :], self.order))
+        return self._in_chunks(_rows(x[:, :, None, :, :], self.order))
 
     def keys(self, x: Array) -> Array:
         """The rows of x that each chunk attends to: (B, H, R, N, S, .)."""
@@ -156,8 +156,8 @@ class _Sorting(NamedTuple):
         """The transpose of `keys`: (B, H, R, N, S, .) -> (B, H, T, .), a sum over all uses."""
         xp = array_namespace(keys)
         if self.n_chunks > 1:
-            previous, own = keys[..., : self.chunk_len, :], keys[..., self.chunk_len :, :]
-            keys = own + xp.roll(previous, -1, axis=3)
+            previous, current = keys[..., : self.chunk_len, :], keys[..., self.chunk_len :, :]
+            keys = current + xp.roll(previous, -1, axis=3)
         return xp.sum(self.back(keys), axis=2)
 
     def scores(self, qk: Array) -> Array:
@@ -177,8 +177,8 @@ class _Sorting(NamedTuple):
 
     def _tokens(self) -> tuple[Array, Array]:
         """The queries (B, H, R, N, C, 1) and keys (B, H, R, N, 1, S) of each chunk."""
-        own = self._cut(self.order[..., None])
-        return own, self._with_previous(own).mT
+        queries = self._in_chunks(self.order[..., None])
+        return queries, self._with_previous(queries).mT
 
     def _counts(self, like: Array) -> Array:
         """The number of rounds in which the query's chunk attends to the key's."""
@@ -191,7 +191,7 @@ class _Sorting(NamedTuple):
             total = total + xp.astype(is_pair, like.dtype)
         return total
 
-    def _cut(self, x: Array) -> Array:
+    def _in_chunks(self, x: Array) -> Array:
         shape = (*self.order.shape[:3], self.n_chunks, self.chunk_len, x.shape[-1])
         return array_namespace(x).reshape(x, shape)
 

@@ -91,7 +91,7 @@ def load(
     dtype that the backend does not compute in.
     """
     on_numpy = backend in backends.WITH_NUMPY
-    network, tensors, matched = _found(Path(folder), fetch=dtype if on_numpy else None)
+    network, tensors, matched = _inspected(Path(folder), fetch=dtype if on_numpy else None)
     target = backends.get(backend, device)
     if dtype not in target.dtypes:
         wanted = " or ".join(target.dtypes)
@@ -101,11 +101,11 @@ def load(
 
 def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | families.llama2c.Mapped]:
     """(model, tensors) of a folder, without reading the tensors. Raises as `load` does."""
-    network, tensors, _ = _found(Path(folder))
+    network, tensors, _ = _inspected(Path(folder))
     return network, tensors
 
 
-def _found(
+def _inspected(
     root: Path, *, fetch: str | None = None
 ) -> tuple[Any, files.Tensors | families.llama2c.Mapped, list[Any]]:
     """(model, tensors, matched links) of a folder.

@@ -130,7 +130,9 @@ class Tokenizer:
         text.
         """
         self._require(texts, side, max_len)
-        rows = [self.encode(t) if max_len is None else self._cut(t, max_len) for t in texts]
+        rows = [
+            self.encode(t) if max_len is None else self._encode_truncated(t, max_len) for t in texts
+        ]
         pad = next((i for i in (self.pad_id, self.eos_id) if i is not None), 0)
         ids = np.full((len(rows), max(map(len, rows), default=0)), pad, np.int64)
         mask = np.zeros(ids.shape, np.bool_)
@@ -162,7 +164,7 @@ class Tokenizer:
             for part, text in zip(parts, texts.values(), strict=True):
                 part.write_text(text, encoding="utf-8")
 
-    def _cut(self, text: str, max_len: int) -> list[int]:
+    def _encode_truncated(self, text: str, max_len: int) -> list[int]:
         """At most max_len ids: the text is truncated, then special tokens are added around it.
 
         The text loses tokens at `truncation_side`. The package's `enable_truncation` is not used,

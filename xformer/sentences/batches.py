@@ -57,7 +57,7 @@ def by_batch(
     (batch_size,) = require_sizes(what, 1, batch_size=batch_size)
     limit = longest(what, model, max_len)
     encoded = _encoded(what, tokenizer, texts, prompt, limit)
-    _require_known(what, encoded, model.embed.vocab_size)
+    _require_text_ids(what, encoded, model.embed.vocab_size)
     table = value(params.embed.table)
     backend = replace(backends.backend_of(table), device=device(table))
     y = np.empty((len(texts), width), backend.to_numpy(table[:0, :]).dtype)
@@ -124,7 +124,7 @@ def _encoded(
     return encoded
 
 
-def _require_known(what: str, encoded: list[np.ndarray], vocab_size: int) -> None:
+def _require_text_ids(what: str, encoded: list[np.ndarray], vocab_size: int) -> None:
     """ValueError if an id is not below vocab_size. encoded: the ids of each text."""
     last = max((int(np.max(ids)) for ids in encoded), default=0)
     if last >= vocab_size:

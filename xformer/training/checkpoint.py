@@ -127,13 +127,13 @@ def _model(text: str | None, path: Path) -> Any:
     try:
         config = json.loads(text)
         if config["format"] == FORMAT:
-            return _made(MODELS[config["model"]], config["config"])
+            return _config_of(MODELS[config["model"]], config["config"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: its configuration is damaged: {error!r}") from error
     raise CheckpointError(f"{path}: format must be {FORMAT}, got {config['format']!r}")
 
 
-def _made(kind: Any, values: Any) -> Any:
+def _config_of(kind: Any, values: Any) -> Any:
     """The configuration of class `kind` from JSON, with nested configurations and tuples."""
     hints = get_type_hints(kind)
     values = renamed.fields(kind.__name__, dict(values))
@@ -148,7 +148,7 @@ def _value(hint: Any, value: Any) -> Any:
         return value
     kind = next((k for k in kinds if is_dataclass(k) and _has_fields(k, value)), kinds[0])
     if is_dataclass(kind):
-        return _made(kind, value)
+        return _config_of(kind, value)
     if not isinstance(value, list):
         raise TypeError(f"must be a list, got {value!r:.60}")
     return tuple(_value(get_args(kind)[0], item) for item in value)

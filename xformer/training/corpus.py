@@ -50,7 +50,9 @@ def unigram_loss(corpus: Corpus, progress: Progress | None = None) -> float:
     return -total / len(corpus.validation)
 
 
-def made(vocabulary: Words | None, source: Texts, progress: Progress | None = None) -> Vocabulary:
+def make_vocabulary(
+    vocabulary: Words | None, source: Texts, progress: Progress | None = None
+) -> Vocabulary:
     """The given vocabulary, or one made from the texts; None: bytes."""
     if vocabulary is None:
         return Bytes()

@@ -79,7 +79,7 @@ class ModelLoss(ArrayLoss):
     def inputs(self, batch: Batch) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
         """The arrays and masks of a batch. ValueError for ids outside the vocabulary."""
         sizes = getattr(getattr(self.model, "network", self.model), "id_sizes", ())
-        _require_known(batch, sizes, self.options.get("ignore_index"))
+        _require_batch_ids(batch, sizes, self.options.get("ignore_index"))
         return batch.arrays, batch.masks
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
@@ -117,7 +117,7 @@ class SegmentLoss:
 
         memory: after the batch before. None: empty, as for a batch that `starts`.
         """
-        _require_known(batch, self.model.id_sizes, self.options.get("ignore_index"))
+        _require_batch_ids(batch, self.model.id_sizes, self.options.get("ignore_index"))
         tokens, targets = map(backend.asarray, batch.arrays)
         if memory is None or batch.starts:
             memory = self.model.init_memory(params, len(tokens))
@@ -127,7 +127,7 @@ class SegmentLoss:
         return result
 
 
-def _require_known(batch: Batch, sizes: Sequence[int | None], ignored: int | None) -> None:
+def _require_batch_ids(batch: Batch, sizes: Sequence[int | None], ignored: int | None) -> None:
     """ValueError if an array of the batch has an id outside [0, size).
 
     sizes: one for each array of the batch, the number of its ids; None: the array holds no ids.

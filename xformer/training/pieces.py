@@ -32,7 +32,7 @@ def decoded(path: Path, start: int, end: int) -> Iterator[str]:
             data = pending + file.read(min(n_bytes, end - start - len(pending)))
             if len(data) == len(pending):
                 raise ValueError(f"{path}: was cut short while it was read")
-            cut = len(data) if start + len(data) >= end else _cut(data)
+            cut = len(data) if start + len(data) >= end else _cut_offset(data)
             try:
                 piece = data[:cut].decode("utf-8")
             except UnicodeDecodeError as error:
@@ -45,7 +45,7 @@ def decoded(path: Path, start: int, end: int) -> Iterator[str]:
                 yield piece
 
 
-def _cut(data: bytes) -> int:
+def _cut_offset(data: bytes) -> int:
     """The offset at which to cut data, one of these, the first that exists:
 
     - the last line break after a letter, a digit or a character outside ASCII

@@ -15,7 +15,7 @@ import numpy as np
 
 from xformer.files import making, require_new
 from xformer.showing import size
-from xformer.training.corpus import HEADER, Corpus, Words, dtype_of, encoded, made
+from xformer.training.corpus import HEADER, Corpus, Words, dtype_of, encoded, make_vocabulary
 from xformer.training.texts import Progress, Texts, require_share, texts
 from xformer.training.token_files import (
     FORMAT,
@@ -56,7 +56,7 @@ def load_corpus(
         return corpus
     require_share(share)
     source = texts(path, field=field, progress=progress)
-    words = made(vocabulary, source, progress)
+    words = make_vocabulary(vocabulary, source, progress)
     parts: dict[bool, list[np.ndarray]] = {False: [], True: []}
     for is_held_out, ids in encoded(source, words, share, progress):
         parts[is_held_out].append(ids)
@@ -89,7 +89,7 @@ def prepare(
     require_new(target)
     require_share(share)
     source = texts(path, field=field, progress=progress)
-    words = made(vocabulary, source, progress)
+    words = make_vocabulary(vocabulary, source, progress)
     _require_room(target, source, words)
     with _named(target), making(target) as part:
         words.save(part)

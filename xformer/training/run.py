@@ -110,7 +110,7 @@ class Run:
                 stored = read_run(self.folder)["about"]
                 require_same(self.folder / RUN, stored, self.about, self.free)
             else:
-                self._describe({"about": self.about, "notes": self.notes, "made": self._made()})
+                self._describe({"about": self.about, "notes": self.notes, "made": self._origin()})
             (self.folder / CHECKPOINTS).mkdir(exist_ok=True)
             for folder in (self.folder, self.folder / CHECKPOINTS):
                 for name in HALVES:
@@ -325,7 +325,7 @@ class Run:
             text = json.dumps({"format": FORMAT} | content, indent=2) + "\n"
             part.write_text(text, encoding="utf-8")
 
-    def _made(self) -> dict[str, str]:
+    def _origin(self) -> dict[str, str]:
         """Versions and machine, for people. They are never compared."""
         return {
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

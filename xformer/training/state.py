@@ -22,7 +22,7 @@ from xformer.files import replacing
 from xformer.optim import LossScale
 from xformer.showing import short
 from xformer.training.checkpoint import CheckpointError, write_arrays
-from xformer.training.storable import dtype_name, on_host, require_storable
+from xformer.training.storable import on_host, require_storable, stored_dtype_name
 
 FORMAT = "xformer-state-1"
 WORDS, DIGEST = "xformer", "sha256"  # keys of the file's metadata
@@ -214,7 +214,7 @@ def _kind(leaf: Any) -> str:
         return "absent"
     if _is_number(leaf):
         return f"a Python {type(leaf).__name__}"
-    return f"{dtype_name(leaf)} {tuple(leaf.shape)}"
+    return f"{stored_dtype_name(leaf)} {tuple(leaf.shape)}"
 
 
 def _parts(about: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -33,12 +33,12 @@ def require_storable(what: str, leaves: Mapping[str, Any], backend: Backend) -> 
         except UnicodeEncodeError as error:
             raise ValueError(f"{what}: the name {name!r:.60} is no Unicode text") from error
         is_plain = hasattr(leaf, "dtype") and not isinstance(leaf, np.ma.MaskedArray)
-        kind = dtype_name(leaf) if is_plain else type(leaf).__name__
+        kind = stored_dtype_name(leaf) if is_plain else type(leaf).__name__
         if kind not in (*WHOLE, *backend.dtypes):
             raise TypeError(f"{what}: {name} cannot be stored: {able} can be, got {kind}")
 
 
-def dtype_name(array: Any) -> str:
+def stored_dtype_name(array: Any) -> str:
     """The array API's name of an array's dtype, in any byte order."""
     dtype = array.dtype
     return str(getattr(dtype, "name", str(dtype).rpartition(".")[2]))

@@ -1,7 +1,7 @@
 """Texts to train on, read piece by piece: a file, a folder of files, or JSON lines.
 
-found = texts("books.jsonl")
-for is_held_out, document in found.documents(share=0.1):
+source = texts("books.jsonl")
+for is_held_out, document in source.documents(share=0.1):
     for piece in document.pieces(): ...
 """
 
@@ -60,7 +60,7 @@ class Texts(NamedTuple):
         """
         require_share(share)
         if share and self.n_documents == 1:
-            head, tail = _cut(next(self.read()), share)
+            head, tail = _split_document(next(self.read()), share)
             yield False, head
             yield True, tail
             return
@@ -183,7 +183,7 @@ def _records(path: Path, field: str) -> Iterator[Document]:
         yield Document(where, text)
 
 
-def _cut(document: Document, share: float) -> tuple[Document, Document]:
+def _split_document(document: Document, share: float) -> tuple[Document, Document]:
     """The document in two parts. The second part, its end, is the fraction `share` of it.
 
     share: of the characters of a text in memory, of the bytes of a text in a file. No character is
