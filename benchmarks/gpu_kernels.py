@@ -56,7 +56,7 @@ CACHE = 126 << 20  # bytes, at most, of a device's last cache (B200)
 SMALL = Sizes(6, 8, 3, 4100, 4099, 1, 2, 17, 130, 8, 1)  # of a dry run
 
 
-class Case(NamedTuple):
+class KernelCall(NamedTuple):
     """A call of an op, with the bytes that it must move and the FLOPs that it must compute."""
 
     name: str
@@ -71,7 +71,7 @@ class Case(NamedTuple):
     reference: Callable[..., Any] | None = None  # None: the reference of `op`
 
 
-def cases(backend: Backend, s: Sizes) -> Iterator[Case]:
+def cases(backend: Backend, s: Sizes) -> Iterator[KernelCall]:
     """Yield the calls that are measured: of ops, of updates of the optimiser, and of casts.
 
     Each has random arrays of the sizes `s`, and the bytes and FLOPs that it cannot do without.
@@ -80,29 +80,31 @@ def cases(backend: Backend, s: Sizes) -> Iterator[Case]:
     n, (x, up) = s.rows * s.width * REAL, (rng.normal((s.rows, s.width)) for _ in range(2))
     w, b = rng.normal((s.width,)), rng.normal((s.width,))
     moved: Any = partial(_moved, n)
-    yield Case("layer_norm", ops.layer_norm, (x, w, b), {}, *moved(2, 3))
-    yield Case("rms_norm", ops.rms_norm, (x, w), {}, *moved(2, 3))
+    yield KernelCall("layer_norm", ops.layer_norm, (x, w, b), {}, *moved(2, 3))
+    yield KernelCall("rms_norm", ops.rms_norm, (x, w), {}, *moved(2, 3))
     for kind, b_or_none in (("layer", b), ("rms", None)):
         options: Any = {"config": NormConfig(kind)}
         sums = (x, up, NormParams(w, b_or_none))
-        yield Case(f"add_norm, {kind}", add_norm, sums, options, *moved(4, 4))
+        yield KernelCall(f"add_norm, {kind}", add_norm, sums, options, *moved(4, 4))
     yield from _rounded(backend, s, x, up, NormParams(w, b))
-    yield Case("softmax", ops.softmax, (x,), {}, *moved(2, 3))
-    yield Case("gelu", ops.gelu, (x,), {}, *moved(2, 3))
-    yield Case("gelu, tanh", ops.gelu, (x,), {"approximate": "tanh"}, *moved(2, 3))
-    yield Case("glu", ops.glu, (x, up), {}, *moved(3, 5))
-    yield Case("dropout", ops.dropout, (x,), {"rate": 0.1, "key": KEY}, *moved(2, 2))
+    yield KernelCall("softmax", ops.softmax, (x,), {}, *moved(2, 3))
+    yield KernelCall("gelu", ops.gelu, (x,), {}, *moved(2, 3))
+    yield KernelCall("gelu, tanh", ops.gelu, (x,), {"approximate": "tanh"}, *moved(2, 3))
+    yield KernelCall("glu", ops.glu, (x, up), {}, *moved(3, 5))
+    yield KernelCall("dropout", ops.dropout, (x,), {"rate": 0.1, "key": KEY}, *moved(2, 2))
     bits = {"key": KEY, "size": s.rows * s.width}
-    yield Case("random_bits", ops.random_bits, (x,), bits, (2 * n, 0))
+    yield KernelCall("random_bits", ops.random_bits, (x,), bits, (2 * n, 0))
     yield from _ids(backend, s)
     yield from _heads(backend, s)
     yield from _products(backend, s, x)
     leaves = [[rng.uniform((s.rows, s.width)) for _ in range(2)] for _ in range(4)]
-    yield Case("adam", adam_update, tuple(leaves), ADAM, (2 * 7 * n, 0))
-    yield Case("clip", clip_leaves, (leaves[0],), {"max_norm": 1.0}, (2 * 3 * n, 0))
+    yield KernelCall("adam", adam_update, tuple(leaves), ADAM, (2 * 7 * n, 0))
+    yield KernelCall("clip", clip_leaves, (leaves[0],), {"max_norm": 1.0}, (2 * 3 * n, 0))
 
 
-def _rounded(backend: Backend, s: Sizes, x: Array, up: Array, norm: NormParams) -> Iterator[Case]:
+def _rounded(
+    backend: Backend, s: Sizes, x: Array, up: Array, norm: NormParams
+) -> Iterator[KernelCall]:
     """Yield the kernels with a separate path for bfloat16.
 
     These are norms of sums, logits with padded rows, and casts of weights. x, up: (rows, width).
@@ -112,7 +114,7 @@ def _rounded(backend: Backend, s: Sizes, x: Array, up: Array, norm: NormParams) 
     for kind, params in (("layer", norm), ("rms", norm._replace(b=None))):
         options: Any = {"config": NormConfig(kind)}
         name, args = f"add_norm, {kind}, bfloat16", tuple(rounded([x, up, params]))
-        yield Case(name, add_norm, args, options, *_moved(n, 4, 4), **extra)
+        yield KernelCall(name, add_norm, args, options, *_moved(n, 4, 4), **extra)
     table = rng.normal((s.padded, s.width)) * s.width**-0.5  # logits around 1
     h, table = rounded([rng.normal((s.tokens, s.width)), table])
     targets = {"targets": rng.integers((s.tokens,), high=s.padded)}
@@ -120,70 +122,72 @@ def _rounded(backend: Backend, s: Sizes, x: Array, up: Array, norm: NormParams) 
     floors: Any = (0, 3 * flops), (moved, 0)
     extra |= {"product": "product, float16"}
     name, head = "linear_cross_entropy, bfloat16", ops.linear_cross_entropy
-    yield Case(name, head, (h, table.T), targets, *floors, **extra)
+    yield KernelCall(name, head, (h, table.T), targets, *floors, **extra)
 
     def cast(leaves: Any) -> Any:
         return tree.map(lambda leaf: backend.xp.astype(leaf, h.dtype), leaves)
 
     leaves, moved = [x, up, *norm], 2 * s.rows * s.width * (REAL + STORED)
-    yield Case("weights", rounded, (leaves,), {}, (moved, 0), tolerance=0.0, reference=cast)
+    yield KernelCall("weights", rounded, (leaves,), {}, (moved, 0), tolerance=0.0, reference=cast)
 
 
 def _moved(n: int, forward: int, backward: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return `Case.forward` and `Case.backward` for so many arrays of n bytes, without FLOPs."""
+    """Return `KernelCall.forward` and `.backward` for so many arrays of n bytes, without FLOPs."""
     return (forward * n, 0), (backward * n, 0)
 
 
-def _ids(backend: Backend, s: Sizes) -> Iterator[Case]:
+def _ids(backend: Backend, s: Sizes) -> Iterator[KernelCall]:
     rng = backend.generator(1)
     table, ids = rng.normal((s.classes, s.width)), rng.integers((s.rows,), high=s.classes)
     n, whole = s.rows * s.width * REAL, s.classes * s.width * REAL
     for name, context in (("embedding", nullcontext), ("embedding, sorted", deterministic)):
         floors = (2 * n, 0), (n + whole, 0)
-        yield Case(name, ops.embedding, (table,), {"ids": ids}, *floors, context)
+        yield KernelCall(name, ops.embedding, (table,), {"ids": ids}, *floors, context)
     logits, targets = rng.normal((s.tokens, s.classes)), rng.integers((s.tokens,), high=s.classes)
     n = s.tokens * s.classes * REAL
     options = {"targets": targets, "ignore_index": -1}
-    yield Case("cross_entropy", ops.cross_entropy, (logits,), options, (n, 0), (2 * n, 0))
+    yield KernelCall("cross_entropy", ops.cross_entropy, (logits,), options, (n, 0), (2 * n, 0))
 
 
-def _heads(backend: Backend, s: Sizes) -> Iterator[Case]:
+def _heads(backend: Backend, s: Sizes) -> Iterator[KernelCall]:
     """Yield attention, RoPE of its queries, and appending to a KV cache."""
     rng, width = backend.generator(2), 64
     q, k, v = (rng.normal((s.batch, s.heads, s.length, width)) for _ in range(3))
     cos, sin = (rng.uniform((s.length, width // 2)) for _ in range(2))
     n = math.prod(q.shape) * REAL
-    yield Case("rope", ops.rope, (q,), {"cos": cos, "sin": sin}, (2 * n, 0), (2 * n, 0))
+    yield KernelCall("rope", ops.rope, (q,), {"cos": cos, "sin": sin}, (2 * n, 0), (2 * n, 0))
     flops = 2 * s.batch * s.heads * s.length * (s.length + 1) // 2 * width  # of one matmul
     floors = (4 * n, 2 * flops), (8 * n, 5 * flops)  # backward recomputes the scores
-    yield Case("sdpa, causal", ops.sdpa, (q, k, v), {"causal": True}, *floors)
+    yield KernelCall("sdpa, causal", ops.sdpa, (q, k, v), {"causal": True}, *floors)
     halves = tuple(backend.cast_params([q, k, v], "float16"))
     floors = (2 * n, 2 * flops), (4 * n, 5 * flops)
     extra: dict[str, Any] = {"tolerance": ROUNDED["float16"], "product": "product, float16"}
-    yield Case("sdpa, causal, float16", ops.sdpa, halves, {"causal": True}, *floors, **extra)
+    yield KernelCall("sdpa, causal, float16", ops.sdpa, halves, {"causal": True}, *floors, **extra)
     bias = rng.normal((1, s.heads, s.length, s.length))
     m, flops = math.prod(bias.shape) * REAL, 2 * s.batch * s.heads * s.length**2 * width
     floors = (4 * n + m, 2 * flops), (8 * n + 2 * m, 5 * flops)
-    yield Case("sdpa, bias", ops.sdpa, (q, k, v, bias), {}, *floors)
+    yield KernelCall("sdpa, bias", ops.sdpa, (q, k, v, bias), {}, *floors)
     one = rng.normal((s.batch, s.heads, 1, width))
     k, v = (rng.normal((s.batch, s.heads, s.keys, width)) for _ in range(2))
     n = math.prod(k.shape) * REAL  # reading the keys takes longer than the matmuls of one query
-    yield Case("sdpa, one query", ops.sdpa, (one, k, v), {}, (2 * n, 0), (4 * n, 0))
+    yield KernelCall("sdpa, one query", ops.sdpa, (one, k, v), {}, (2 * n, 0), (4 * n, 0))
     n, last = math.prod(one.shape) * REAL, rng.integers((), low=s.keys - 1, high=s.keys)
     options = {"kv_cache": KVCache(k, v, write_index=last)}
-    yield Case("append, in a column", append, (one, 2 * one), options, (4 * n, 0))
+    yield KernelCall("append, in a column", append, (one, 2 * one), options, (4 * n, 0))
 
 
-def _products(backend: Backend, s: Sizes, x: Array) -> Iterator[Case]:
+def _products(backend: Backend, s: Sizes, x: Array) -> Iterator[KernelCall]:
     rng = backend.generator(3)
     w, b = rng.normal((s.width, 4 * s.width)), rng.normal((4 * s.width,))
     flops = 2 * s.rows * s.width * 4 * s.width
-    yield Case("linear", ops.linear, (x, w, b), {}, (0, flops), (0, 2 * flops))
+    yield KernelCall("linear", ops.linear, (x, w, b), {}, (0, flops), (0, 2 * flops))
     h, table = rng.normal((s.tokens, s.width)), rng.normal((s.classes, s.width))
     options = {"targets": rng.integers((s.tokens,), high=s.classes)}
     flops, moved = 2 * s.tokens * s.width * s.classes, 2 * (s.tokens + s.classes) * s.width * REAL
     floors = (0, 3 * flops), (moved, 0)  # forward computes the gradients; backward scales them
-    yield Case("linear_cross_entropy", ops.linear_cross_entropy, (h, table.T), options, *floors)
+    yield KernelCall(
+        "linear_cross_entropy", ops.linear_cross_entropy, (h, table.T), options, *floors
+    )
 
 
 def rates(backend: Backend, s: Sizes, rounds: int) -> dict[str, float]:
@@ -258,9 +262,9 @@ def kernels(
     rate: of `rates`   is_over: returns True when no further case may begin
     keep: called with all rows so far, after each case.
     """
-    rows, wrong, out_of_memory = list[dict[str, Any]](), list[str](), list[Case]()
+    rows, wrong, out_of_memory = list[dict[str, Any]](), list[str](), list[KernelCall]()
 
-    def tried(case: Case, *, again: bool) -> None:
+    def tried(case: KernelCall, *, again: bool) -> None:
         try:
             with case.context():
                 rows.extend(_measured(backend, s, rate, rounds, case))
@@ -285,7 +289,7 @@ def kernels(
 
 
 def _measured(
-    backend: Backend, s: Sizes, rate: dict[str, float], rounds: int, case: Case
+    backend: Backend, s: Sizes, rate: dict[str, float], rounds: int, case: KernelCall
 ) -> list[dict[str, Any]]:
     """Return the rows of a case. Raises Disagreement if its results differ from the reference."""
     error = _error(backend, case)
@@ -328,7 +332,7 @@ def measured(
     return harness.interleave(timed, rounds, lambda: None)
 
 
-def _run(case: Case) -> Any:
+def _run(case: KernelCall) -> Any:
     return case.op(*case.args, **case.options)
 
 
@@ -343,7 +347,7 @@ def _like(backend: Backend, y: Array | tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple(map(some, results))
 
 
-def _results(backend: Backend, case: Case) -> list[Array]:
+def _results(backend: Backend, case: KernelCall) -> list[Array]:
     """Return the outputs of a case, and the gradients if it has a backward."""
     if case.backward is None:
         return list(tree.flatten(_run(case)).values())
@@ -351,7 +355,7 @@ def _results(backend: Backend, case: Case) -> list[Array]:
     return list(tree.flatten((y, cache.backward(*_like(backend, y)))).values())
 
 
-def _error(backend: Backend, case: Case) -> float:
+def _error(backend: Backend, case: KernelCall) -> float:
     """Return the largest relative error of an output or gradient, against the reference."""
     got = [backend.upcast(a) for a in _results(backend, case)]
     judge = case._replace(args=tree.map(backend.upcast, case.args), op=case.reference or case.op)

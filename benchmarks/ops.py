@@ -35,13 +35,13 @@ REFERENCE, KERNEL, PROGRAM = "numpy reference", "numpy kernel", "numba kernel"
 NAMES = (PEER, REFERENCE, KERNEL, PROGRAM)
 FORWARD, BOTH = "forward", "forward and backward"
 TOLERANCE = 1e-5  # relative, in the norm of each result
-TURN, MOST = 0.05, 50  # a turn has consecutive calls for so many seconds, at most MOST
+TURN_SECONDS, MOST = 0.05, 50  # a turn has consecutive calls for so many seconds, at most MOST
 ROUNDS = 10
 
 Arrays = tuple[Any, ...]
 
 
-class Case(NamedTuple):
+class OpCall(NamedTuple):
     """An op and the arguments of a call."""
 
     name: str
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     peer: Callable[..., Any] | None = None  # torch's function of args and options as tensors
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[OpCall]:
     """A call of every op in `xformer.ops`: width 768, 2,048 tokens, 16,384 classes."""
     rng = np.random.default_rng(0)
 
@@ -62,78 +62,78 @@ def cases() -> Iterator[Case]:
     w, b, key = normal(768), normal(768), xf.RandomKey(1, 2, 3)
     ids, targets = rng.integers(0, 16384, 2048), rng.integers(0, 16384, 512)
     yield from _pointwise(wide)
-    yield Case("glu", ops.glu, (wide, up), {}, lambda gate, up: _nn().silu(gate) * up)
-    yield Case("dropout", ops.dropout, (wide,), {"rate": 0.1, "key": key})
-    yield Case("random_bits", ops.random_bits, (wide,), {"key": key, "size": wide.size})
-    yield Case("softmax", ops.softmax, (wide,), {}, lambda x: x.softmax(-1))
-    yield Case("log_softmax", ops.log_softmax, (wide,), {}, lambda x: x.log_softmax(-1))
+    yield OpCall("glu", ops.glu, (wide, up), {}, lambda gate, up: _nn().silu(gate) * up)
+    yield OpCall("dropout", ops.dropout, (wide,), {"rate": 0.1, "key": key})
+    yield OpCall("random_bits", ops.random_bits, (wide,), {"key": key, "size": wide.size})
+    yield OpCall("softmax", ops.softmax, (wide,), {}, lambda x: x.softmax(-1))
+    yield OpCall("log_softmax", ops.log_softmax, (wide,), {}, lambda x: x.log_softmax(-1))
     peer: Any = lambda x, w, b: _nn().layer_norm(x, w.shape, w, b)  # noqa: E731
-    yield Case("layer_norm", ops.layer_norm, (x, w, b), {}, peer)
+    yield OpCall("layer_norm", ops.layer_norm, (x, w, b), {}, peer)
     peer = lambda x, w, eps: _nn().rms_norm(x, w.shape, w, eps)  # noqa: E731
-    yield Case("rms_norm", ops.rms_norm, (x, w), {"eps": 1e-6}, peer)
-    yield Case("l2_normalize", ops.l2_normalize, (x,), {}, lambda x: _nn().normalize(x, dim=-1))
-    yield Case("scale", ops.scale, (x, normal(1)), {}, lambda x, alpha: alpha * x)
+    yield OpCall("rms_norm", ops.rms_norm, (x, w), {"eps": 1e-6}, peer)
+    yield OpCall("l2_normalize", ops.l2_normalize, (x,), {}, lambda x: _nn().normalize(x, dim=-1))
+    yield OpCall("scale", ops.scale, (x, normal(1)), {}, lambda x, alpha: alpha * x)
     maps = normal(768, 3072) / 28, normal(3072)
-    yield Case("linear", ops.linear, (x, *maps), {}, lambda x, w, b: b.addmm(x, w))
+    yield OpCall("linear", ops.linear, (x, *maps), {}, lambda x, w, b: b.addmm(x, w))
     table = normal(16384, 768)
     peer = lambda table, ids: _nn().embedding(ids, table)  # noqa: E731
-    yield Case("embedding", ops.embedding, (table,), {"ids": ids}, peer)
+    yield OpCall("embedding", ops.embedding, (table,), {"ids": ids}, peer)
     peer = lambda table, x, ids: table.index_add(0, ids, x)  # noqa: E731
-    yield Case("index_add", ops.index_add, (table, x), {"ids": ids}, peer)
+    yield OpCall("index_add", ops.index_add, (table, x), {"ids": ids}, peer)
     yield from _attention(normal)
     peer = lambda x, targets: _nn().cross_entropy(x, targets)  # noqa: E731
     options = {"targets": targets}
-    yield Case("cross_entropy", ops.cross_entropy, (normal(512, 16384),), options, peer)
+    yield OpCall("cross_entropy", ops.cross_entropy, (normal(512, 16384),), options, peer)
     peer = lambda x, w, b, targets: _nn().cross_entropy(b.addmm(x, w), targets)  # noqa: E731
     head = x[:512], normal(768, 16384) / 28, normal(16384)
-    yield Case("linear_cross_entropy", ops.linear_cross_entropy, head, options, peer)
-    yield Case("mse", ops.mse, (x, y), {}, lambda x, y: _nn().mse_loss(x, y))
+    yield OpCall("linear_cross_entropy", ops.linear_cross_entropy, head, options, peer)
+    yield OpCall("mse", ops.mse, (x, y), {}, lambda x, y: _nn().mse_loss(x, y))
     pairs = x[:256] / 28, y[:256] / 28
-    yield Case("info_nce", ops.info_nce, pairs, {"scale": 20.0})
+    yield OpCall("info_nce", ops.info_nce, pairs, {"scale": 20.0})
     yield from _experts(rng, x[:512])
 
 
-def _pointwise(x: np.ndarray) -> Iterator[Case]:
-    yield Case("relu", ops.relu, (x,), {}, lambda x: x.relu())
-    yield Case("relu_squared", ops.relu_squared, (x,), {}, lambda x: x.relu() ** 2)
-    yield Case("gelu", ops.gelu, (x,), {}, lambda x: _nn().gelu(x))
+def _pointwise(x: np.ndarray) -> Iterator[OpCall]:
+    yield OpCall("relu", ops.relu, (x,), {}, lambda x: x.relu())
+    yield OpCall("relu_squared", ops.relu_squared, (x,), {}, lambda x: x.relu() ** 2)
+    yield OpCall("gelu", ops.gelu, (x,), {}, lambda x: _nn().gelu(x))
     peer: Any = lambda x, approximate: _nn().gelu(x, approximate=approximate)  # noqa: E731
-    yield Case("gelu, tanh", ops.gelu, (x,), {"approximate": "tanh"}, peer)
-    yield Case("quick_gelu", ops.quick_gelu, (x,), {}, lambda x: x * (1.702 * x).sigmoid())
-    yield Case("silu", ops.silu, (x,), {}, lambda x: _nn().silu(x))
-    yield Case("sigmoid", ops.sigmoid, (x,), {}, lambda x: x.sigmoid())
-    yield Case("tanh", ops.tanh, (x,), {}, lambda x: x.tanh())
-    yield Case("erf", ops.erf, (x,), {}, lambda x: x.erf())
-    yield Case("softcap", ops.softcap, (x,), {"cap": 30.0}, lambda x, cap: cap * (x / cap).tanh())
+    yield OpCall("gelu, tanh", ops.gelu, (x,), {"approximate": "tanh"}, peer)
+    yield OpCall("quick_gelu", ops.quick_gelu, (x,), {}, lambda x: x * (1.702 * x).sigmoid())
+    yield OpCall("silu", ops.silu, (x,), {}, lambda x: _nn().silu(x))
+    yield OpCall("sigmoid", ops.sigmoid, (x,), {}, lambda x: x.sigmoid())
+    yield OpCall("tanh", ops.tanh, (x,), {}, lambda x: x.tanh())
+    yield OpCall("erf", ops.erf, (x,), {}, lambda x: x.erf())
+    yield OpCall("softcap", ops.softcap, (x,), {"cap": 30.0}, lambda x, cap: cap * (x / cap).tanh())
 
 
-def _attention(normal: Callable[..., np.ndarray]) -> Iterator[Case]:
+def _attention(normal: Callable[..., np.ndarray]) -> Iterator[OpCall]:
     q, k, v = (normal(2, 12, 1024, 64) for _ in range(3))
     angles = np.outer(np.arange(1024), 1e4 ** -np.linspace(0, 1, 32)).astype(np.float32)
-    yield Case("rope", ops.rope, (q,), {"cos": np.cos(angles), "sin": np.sin(angles)})
+    yield OpCall("rope", ops.rope, (q,), {"cos": np.cos(angles), "sin": np.sin(angles)})
     peer: Any = lambda *qkv, causal: _nn().scaled_dot_product_attention(*qkv, is_causal=causal)  # noqa: E731
-    yield Case("sdpa", ops.sdpa, (q, k, v), {"causal": True}, peer)
+    yield OpCall("sdpa", ops.sdpa, (q, k, v), {"causal": True}, peer)
     short = tuple(a[:1, :, :256].copy() for a in (q, k, v))
-    yield Case("shaw", ops.shaw, (*short, normal(33, 64), normal(33, 64)), {"causal": True})
+    yield OpCall("shaw", ops.shaw, (*short, normal(33, 64), normal(33, 64)), {"causal": True})
     biases = normal(12, 64), normal(12, 64)
     relative = (*short, normal(12, 256, 64), *biases)
-    yield Case("xl_attention", ops.xl_attention, relative, {"causal": True})
+    yield OpCall("xl_attention", ops.xl_attention, relative, {"causal": True})
     options = {"key": xf.RandomKey(1), "n_buckets": 32, "chunk_len": 64, "causal": True}
-    yield Case("lsh_attention", ops.lsh_attention, (q[:1], v[:1]), options)
+    yield OpCall("lsh_attention", ops.lsh_attention, (q[:1], v[:1]), options)
     additive = (*(a[:, :, :128].copy() for a in short), normal(12, 64) / 8)
-    yield Case("additive_attention", ops.additive_attention, additive, {"causal": True})
+    yield OpCall("additive_attention", ops.additive_attention, additive, {"causal": True})
 
 
-def _experts(rng: np.random.Generator, x: np.ndarray) -> Iterator[Case]:
+def _experts(rng: np.random.Generator, x: np.ndarray) -> Iterator[OpCall]:
     n, n_experts, hidden = len(x), 8, 1024
     logits = rng.standard_normal((n, n_experts), dtype=np.float32)
     ids = np.argsort(-logits, axis=-1)[:, :2]
     shapes = (768, hidden), (768, hidden), (hidden, 768)
     maps = (rng.standard_normal((n_experts, *s), dtype=np.float32) / 28 for s in shapes)
     weights = rng.uniform(size=(n, 2)).astype(np.float32)
-    yield Case("experts", ops.experts, (x, *maps, weights), {"ids": ids})
-    yield Case("load_balancing", ops.load_balancing, (logits,), {"ids": ids})
-    yield Case("router_z_loss", ops.router_z_loss, (logits,), {})
+    yield OpCall("experts", ops.experts, (x, *maps, weights), {"ids": ids})
+    yield OpCall("load_balancing", ops.load_balancing, (logits,), {"ids": ids})
+    yield OpCall("router_z_loss", ops.router_z_loss, (logits,), {})
 
 
 def _nn() -> Any:
@@ -153,16 +153,16 @@ class Calls(NamedTuple):
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def ours(case: Case, dys: Arrays, context: Callable[[], AbstractContextManager[None]]) -> Calls:
+def ours(case: OpCall, dys: Arrays, context: Callable[[], AbstractContextManager[None]]) -> Calls:
     """Calls of the op itself within a context."""
     return Calls(partial(_forward, case), partial(_both, case, dys), context)
 
 
-def _forward(case: Case) -> Any:
+def _forward(case: OpCall) -> Any:
     return case.op(*case.args, **case.options)
 
 
-def _both(case: Case, dys: Arrays) -> list[Any]:
+def _both(case: OpCall, dys: Arrays) -> list[Any]:
     result = case.op(*case.args, **case.options)
     if not dys:
         return [result]
@@ -170,7 +170,7 @@ def _both(case: Case, dys: Arrays) -> list[Any]:
     return [*tree.flatten((y, cache.backward(*dys))).values()]
 
 
-def program(case: Case, dys: Arrays) -> Calls:
+def program(case: OpCall, dys: Arrays) -> Calls:
     """Calls of the op as a program. RuntimeError if it is not compiled."""
 
     def forward(args: Arrays, arrays: dict[str, Any]) -> Any:
@@ -192,7 +192,7 @@ def program(case: Case, dys: Arrays) -> Calls:
     return calls
 
 
-def of_torch(case: Case, dys: Arrays) -> Calls:
+def of_torch(case: OpCall, dys: Arrays) -> Calls:
     """Calls of torch's function with autograd."""
     import torch
 
@@ -201,18 +201,18 @@ def of_torch(case: Case, dys: Arrays) -> Calls:
         name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x
         for name, x in case.options.items()
     }
-    given = [torch.from_numpy(np.asarray(dy)) for dy in dys]
+    torch_dys = [torch.from_numpy(np.asarray(dy)) for dy in dys]
     peer: Any = case.peer
 
     def both() -> list[np.ndarray]:
         y = peer(*args, **options)
-        grads = torch.autograd.grad(y, args, given)
+        grads = torch.autograd.grad(y, args, torch_dys)
         return [a.detach().numpy() for a in (y, *grads)]
 
     return Calls(lambda: peer(*args, **options), both)
 
 
-def calls_of(name: str, case: Case, dys: Arrays) -> Calls:
+def calls_of(name: str, case: OpCall, dys: Arrays) -> Calls:
     """The calls of a contestant."""
     if name == PEER:
         return of_torch(case, dys)
@@ -224,7 +224,7 @@ def calls_of(name: str, case: Case, dys: Arrays) -> Calls:
 # ---- Measuring ----
 
 
-def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
+def measure(case: OpCall, names: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
     """Compare, then time: by contestant its error and the summary of each work.
 
     Disagreement if a result or a gradient is wrong.
@@ -238,7 +238,7 @@ def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, dict[str
         dys = (_gradient(result[0]),) if isinstance(result, tuple) else ()
         wanted = _both(exact, dys)
     dys = tuple(dy.astype(np.float32) for dy in dys)
-    running, found = dict[str, Calls](), dict[str, dict[str, Any]]()
+    running, results = dict[str, Calls](), dict[str, dict[str, Any]]()
     for name in names:
         if name == PEER and case.peer is None:
             continue
@@ -250,13 +250,13 @@ def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, dict[str
             raise Disagreement(
                 f"{case.name}: {name} is wrong: relative error {error:.1e}, allowed {TOLERANCE:.0e}"
             )
-        found[name] = {"error": error}
+        results[name] = {"error": error}
     for work in (FORWARD, BOTH) if dys else (FORWARD,):
-        turns = {name: partial(_turn, calls, work) for name, calls in running.items()}
+        turns = {name: partial(_timed_calls, calls, work) for name, calls in running.items()}
         seconds = harness.interleave(turns, rounds, lambda: None)
         for name, times in seconds.items():
-            found[name][work] = harness.summary(times, seconds.get(PEER))
-    return found
+            results[name][work] = harness.summary(times, seconds.get(PEER))
+    return results
 
 
 def _float64(x: Any) -> Any:
@@ -277,12 +277,12 @@ def _error(got: Any, wanted: Any) -> float:
     return float(np.linalg.norm(off)) / max(size, 1e-30)
 
 
-def _turn(calls: Calls, work: str) -> list[float]:
+def _timed_calls(calls: Calls, work: str) -> list[float]:
     """Seconds of each of some consecutive calls."""
     run = calls.forward if work == FORWARD else calls.both
     with calls.context():
         first = harness.timed(run)
-        repeats = min(MOST, int(TURN / first[0]))
+        repeats = min(MOST, int(TURN_SECONDS / first[0]))
         return harness.timed(run, repeats) if repeats else first
 
 
@@ -311,9 +311,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     absent = {name: why for name in NAMES if (why := contestants.why_not(name)) is not None}
     names = [name for name in NAMES if name not in absent]
     packages = [*machine.PACKAGES, *["torch"] * (PEER in names), *["numba"] * (PROGRAM in names)]
-    found = machine.describe(["numpy"], packages)
-    found |= {"threads": machine.share_threads(), "load": machine.load()}
-    found |= {"rounds": args.rounds, "absent": list(absent.values())}
+    results = machine.describe(["numpy"], packages)
+    results |= {"threads": machine.share_threads(), "load": machine.load()}
+    results |= {"rounds": args.rounds, "absent": list(absent.values())}
     rows: dict[str, dict[str, Any]] = {name: {"name": name, "errors": {}} for name in names}
     for name in tqdm(args.op or known, disable=None, leave=False):
         try:
@@ -325,17 +325,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             row = rows[contestant]
             row["errors"][name] = of_op.pop("error")
             row |= {f"{name}: {work}": summary for work, summary in of_op.items()}
-    found["rows"] = list(rows.values())
-    out = stored.path_of(found, "ops" if args.op is None else "ops-some", args.out)
-    stored.write(found, out)
-    print(report.align(table(found)))
+    results["rows"] = list(rows.values())
+    out = stored.path_of(results, "ops" if args.op is None else "ops-some", args.out)
+    stored.write(results, out)
+    print(report.align(table(results)))
     print(f"\nMilliseconds, minimum (median).\nWritten: {out}")
     return 0
 
 
-def table(found: dict[str, Any]) -> list[list[str]]:
+def table(results: dict[str, Any]) -> list[list[str]]:
     """The cells of the table: a row for each op and work, a column for each contestant."""
-    rows = found["rows"]
+    rows = results["rows"]
     works = dict.fromkeys(key for row in rows for key in row if ": " in key)
     lines = [["op", *(row["name"] for row in rows)]]
     for work in works:

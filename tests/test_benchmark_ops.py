@@ -55,7 +55,7 @@ def test_nothing_is_reported_of_a_wrong_gradient(
 ) -> None:
     both = measured._both
 
-    def twice(case: measured.Case, dys: measured.Arrays) -> list[Any]:
+    def twice(case: measured.OpCall, dys: measured.Arrays) -> list[Any]:
         y, *grads = both(case, dys)
         return [y, *(2 * grad if grad.dtype == np.float32 else grad for grad in grads)]
 

@@ -36,16 +36,16 @@ def gradient(params: Params) -> Params:
     return tree.map(lambda p: p**3 - 1, params)
 
 
-class Case(NamedTuple):
+class OptimiserCase(NamedTuple):
     init: Callable[..., Any]
     step: Callable[..., Any]
     options: dict[str, Any]
     torch_name: str | None = None  # None: judged in a file of its own
 
 
-def _case(name: str, **options: Any) -> Case:
+def _case(name: str, **options: Any) -> OptimiserCase:
     torch_name = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}.get(name)
-    return Case(getattr(optim, f"{name}_init"), getattr(optim, name), options, torch_name)
+    return OptimiserCase(getattr(optim, f"{name}_init"), getattr(optim, name), options, torch_name)
 
 
 CASES = {
@@ -74,11 +74,13 @@ CASES |= {
     "adafactor, options": _case(
         "adafactor", lr=0.02, relative=True, weight_decay=0.1, clip=0.5, decay=0.6
     ),
-    "muon, adam": Case(*MUON, {"lr": 0.01}),
+    "muon, adam": OptimiserCase(*MUON, {"lr": 0.01}),
 }
 
 
-def run(case: Case, backend: Backend, dtype: str, steps: int = STEPS) -> tuple[Params, Any]:
+def run(
+    case: OptimiserCase, backend: Backend, dtype: str, steps: int = STEPS
+) -> tuple[Params, Any]:
     params = start(backend, dtype)
     state = case.init(params)
     for _ in range(steps):

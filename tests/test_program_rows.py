@@ -28,7 +28,7 @@ TABLE, TABLES = (37, 9), (3, 37, 9)
 Shape = tuple[int, ...]
 
 
-class Case(NamedTuple):
+class RowCase(NamedTuple):
     """fn(*arrays of these shapes) -> results and cache, whose backward takes dys like results."""
 
     name: str
@@ -65,28 +65,28 @@ def with_sum(config: NormConfig, has_r: bool = True) -> Callable[..., tuple[tupl
 
 RMS = NormConfig("rms", eps=1e-3, offset=1.0)
 CASES = (
-    Case("layer_norm", single(ops.layer_norm), (X, W, W)),
-    Case("layer_norm without b", single(ops.layer_norm, eps=0.1), (X, W)),
-    Case("layer_norm of one row", single(ops.layer_norm), ((5003,), (5003,), (5003,))),
-    Case("rms_norm", single(ops.rms_norm), (X, W)),
-    Case("rms_norm with an offset", single(ops.rms_norm, offset=1.0), (X, W)),
-    Case("rms_norm without w", single(ops.rms_norm), (X,)),
-    Case("add_norm", with_sum(NormConfig()), (X, X, W, W), 2),
-    Case("add_norm without b", with_sum(NormConfig()), (X, X, W), 2),
-    Case("add_norm without r", with_sum(NormConfig(), False), (X, W, W), 2),
-    Case("add_norm by rms", with_sum(RMS), (X, X, W), 2),
-    Case("add_norm by rms without r", with_sum(RMS, False), (X, W), 2),
-    Case("l2_normalize", single(ops.l2_normalize), (X,)),
-    Case("l2_normalize of short rows", single(ops.l2_normalize, eps=9.5), (X,)),
-    *(Case(name, single(ACTIVATIONS[name]), (X,)) for name in ACTIVATIONS),
-    Case("softcap", single(ops.softcap, cap=3.0), (X,)),
-    *(Case(f"glu {name}", single(ops.glu, activation=name), (X, X)) for name in ACTIVATIONS),
-    Case("rope", turned(False), (HEADS, TABLE, TABLE)),
-    Case("rope interleaved", turned(True), (HEADS, TABLE, TABLE)),
-    Case("rope of own positions", turned(False), (HEADS, TABLES, TABLES)),
-    Case("rope of all channels", turned(True), ((3, 5, 37, 18), TABLE, TABLE)),
-    Case("dropout", single(ops.dropout, rate=0.3, key=KEY), (X,)),
-    Case("dropout of few", single(ops.dropout, rate=0.3, key=KEY), ((7,),)),
+    RowCase("layer_norm", single(ops.layer_norm), (X, W, W)),
+    RowCase("layer_norm without b", single(ops.layer_norm, eps=0.1), (X, W)),
+    RowCase("layer_norm of one row", single(ops.layer_norm), ((5003,), (5003,), (5003,))),
+    RowCase("rms_norm", single(ops.rms_norm), (X, W)),
+    RowCase("rms_norm with an offset", single(ops.rms_norm, offset=1.0), (X, W)),
+    RowCase("rms_norm without w", single(ops.rms_norm), (X,)),
+    RowCase("add_norm", with_sum(NormConfig()), (X, X, W, W), 2),
+    RowCase("add_norm without b", with_sum(NormConfig()), (X, X, W), 2),
+    RowCase("add_norm without r", with_sum(NormConfig(), False), (X, W, W), 2),
+    RowCase("add_norm by rms", with_sum(RMS), (X, X, W), 2),
+    RowCase("add_norm by rms without r", with_sum(RMS, False), (X, W), 2),
+    RowCase("l2_normalize", single(ops.l2_normalize), (X,)),
+    RowCase("l2_normalize of short rows", single(ops.l2_normalize, eps=9.5), (X,)),
+    *(RowCase(name, single(ACTIVATIONS[name]), (X,)) for name in ACTIVATIONS),
+    RowCase("softcap", single(ops.softcap, cap=3.0), (X,)),
+    *(RowCase(f"glu {name}", single(ops.glu, activation=name), (X, X)) for name in ACTIVATIONS),
+    RowCase("rope", turned(False), (HEADS, TABLE, TABLE)),
+    RowCase("rope interleaved", turned(True), (HEADS, TABLE, TABLE)),
+    RowCase("rope of own positions", turned(False), (HEADS, TABLES, TABLES)),
+    RowCase("rope of all channels", turned(True), ((3, 5, 37, 18), TABLE, TABLE)),
+    RowCase("dropout", single(ops.dropout, rate=0.3, key=KEY), (X,)),
+    RowCase("dropout of few", single(ops.dropout, rate=0.3, key=KEY), ((7,),)),
 )
 
 
@@ -119,12 +119,12 @@ def drawn(*shapes: Shape) -> list[np.ndarray]:
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-def shapes_of(case: Case) -> tuple[Shape, ...]:
+def shapes_of(case: RowCase) -> tuple[Shape, ...]:
     """Of operands, then of gradients of results."""
     return (*case.shapes, *(case.shapes[:1] * case.n_results))
 
 
-def both_ways(case: Case, *arrays: Any) -> list[Any]:
+def both_ways(case: RowCase, *arrays: Any) -> list[Any]:
     """Results and gradients; the last arrays are those of the results."""
     n = len(case.shapes)
     results, cache = case.fn(*arrays[:n])
@@ -134,7 +134,7 @@ def both_ways(case: Case, *arrays: Any) -> list[Any]:
 
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_as_exact_as_the_reference(case: Case, threads: int) -> None:
+def test_as_exact_as_the_reference(case: RowCase, threads: int) -> None:
     arrays = drawn(*shapes_of(case))
     run = judged(lambda *given: both_ways(case, *given), arrays, threads)
     native_against_numpy(run, arrays)
@@ -142,7 +142,7 @@ def test_as_exact_as_the_reference(case: Case, threads: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_layouts(case: Case, layout: str) -> None:
+def test_layouts(case: RowCase, layout: str) -> None:
     """Of operands and of dy."""
     shape_of, view = LAYOUTS[layout]
     arrays = drawn(*map(shape_of, shapes_of(case)))

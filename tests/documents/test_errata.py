@@ -50,7 +50,7 @@ def plug(op: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]
     return run
 
 
-class Case(NamedTuple):
+class WrongBackward(NamedTuple):
     """A wrong backward, the op it belongs to, and the inputs whose gradients it gets wrong."""
 
     op: Callable[..., Any]
@@ -82,14 +82,14 @@ def failing_inputs(report: Any) -> set[str]:
 NORM_ARGS = (normal(5, 7), normal(7), normal(7, seed=1))
 
 
-def norm_case(dx: Callable[..., np.ndarray]) -> Case:
+def norm_case(dx: Callable[..., np.ndarray]) -> WrongBackward:
     """dx(cache, xhat, y, dxhat, dy) in the place of the right one; dw and db stay right."""
 
     def rule(cache: Any, y: np.ndarray, dy: np.ndarray) -> Any:
         xhat = (cache.x - cache.mean) * cache.rstd
         return dx(cache, xhat, y, dy * cache.w, dy), *cache.backward(dy)[1:]
 
-    return Case(ops.layer_norm, rule, NORM_ARGS, frozenset({"x"}))
+    return WrongBackward(ops.layer_norm, rule, NORM_ARGS, frozenset({"x"}))
 
 
 def norm_right(c: Any, xhat: Any, y: Any, g: Any, dy: Any) -> np.ndarray:
@@ -122,8 +122,8 @@ UP = frozenset({"x", "params.up.w", "params.up.b"})
 DOWN = frozenset({"params.down.w", "params.down.b"})
 
 
-def ffn_case(rule: Callable[..., Any], fails: frozenset[str]) -> Case:
-    return Case(layers.feed_forward, rule, (FFN_X, FFN_PARAMS), fails)
+def ffn_case(rule: Callable[..., Any], fails: frozenset[str]) -> WrongBackward:
+    return WrongBackward(layers.feed_forward, rule, (FFN_X, FFN_PARAMS), fails)
 
 
 def second_max(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
@@ -320,38 +320,42 @@ WRONG = {
         )
     ),
     "000-norm-as-printed": norm_case(norm_as_printed),
-    "002-weights-by-x": Case(sublayer, weights_by_x, SUBLAYER_ARGS, PROJECTIONS),
-    "002-residual-left-out": Case(
+    "002-weights-by-x": WrongBackward(sublayer, weights_by_x, SUBLAYER_ARGS, PROJECTIONS),
+    "002-residual-left-out": WrongBackward(
         sublayer, residual_left_out, SUBLAYER_ARGS, frozenset({"x", "norm.w", "norm.b"})
     ),
-    "002-first-norm-left-out": Case(sublayer, first_norm_left_out, SUBLAYER_ARGS, frozenset({"x"})),
-    "003-unscaled": Case(
+    "002-first-norm-left-out": WrongBackward(
+        sublayer, first_norm_left_out, SUBLAYER_ARGS, frozenset({"x"})
+    ),
+    "003-unscaled": WrongBackward(
         causal_attention,
         unscaled,
         ATTENTION_ARGS,
         frozenset({"x", "params.q.w", "params.kv.k.w"}),
     ),
-    "003-row-or-column": Case(
+    "003-row-or-column": WrongBackward(
         scores, diagonal_alone, (normal(5, 3), normal(3, 3)), frozenset({"x"})
     ),
-    "004-weights-by-dk": Case(
+    "004-weights-by-dk": WrongBackward(
         causal_attention,
         weights_by_dk,
         ATTENTION_ARGS,
         frozenset({"params.q.w", "params.kv.v.w"}),
     ),
-    "004-output-weights-dropped": Case(
+    "004-output-weights-dropped": WrongBackward(
         causal_attention, output_weights_dropped, ATTENTION_ARGS, frozenset({"params.o.w"})
     ),
     # 4 tokens and heads of width 4, as in the document: the shapes fit by accident.
-    "004-keys-transposed": Case(
+    "004-keys-transposed": WrongBackward(
         causal_attention,
         keys_transposed,
         (normal(2, 4, 8), attention_params(8, 8)),
         frozenset({"x", "params.q.w"}),
     ),
-    "004-divided-by-rows": Case(ops.linear, divided_by_rows, LINEAR_ARGS, frozenset({"w", "b"})),
-    "004-column-number": Case(
+    "004-divided-by-rows": WrongBackward(
+        ops.linear, divided_by_rows, LINEAR_ARGS, frozenset({"w", "b"})
+    ),
+    "004-column-number": WrongBackward(
         column_number, lambda c, y, dy: c.backward(dy), LINEAR_ARGS, frozenset({"b"})
     ),
 }
@@ -383,10 +387,10 @@ def dprobs_masked(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
 
 
 RIGHT = {
-    "003-dprobs-masked": Case(causal_attention, dprobs_masked, ATTENTION_ARGS),
+    "003-dprobs-masked": WrongBackward(causal_attention, dprobs_masked, ATTENTION_ARGS),
     "000-norm-through-sums": norm_case(norm_right),
-    "003-softmax-jacobian": Case(ops.softmax, jacobian, (normal(5, 7),)),
-    "004-softmax-delta": Case(ops.softmax, delta, (normal(5, 7),)),
+    "003-softmax-jacobian": WrongBackward(ops.softmax, jacobian, (normal(5, 7),)),
+    "004-softmax-delta": WrongBackward(ops.softmax, delta, (normal(5, 7),)),
 }
 
 
