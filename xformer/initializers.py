@@ -90,7 +90,7 @@ def fixup(params: Tree, *, n_branches: int) -> Tree:
 
     factors = [factor(name) for name in names]
     branches, ends = (
-        {found[1] for name in some if (found := BRANCH.match(name))}
+        {match[1] for name in some if (match := BRANCH.match(name))}
         for some in (names, [name for name in names if name.endswith(LAST)])
     )
     if not branches:

@@ -1,7 +1,7 @@
 """The memory of a training step, by component, and the measured peak.
 
-found = ledger(model, batch=8, length=128)
-print(found.peak, measured_peak(model, batch=8, length=128))
+memory = ledger(model, batch=8, length=128)
+print(memory.peak, measured_peak(model, batch=8, length=128))
 
 All numbers are bytes of NumPy arrays, without Python and its libraries. Each step donates its
 states to the next step, as the commands do.

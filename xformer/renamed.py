@@ -279,9 +279,9 @@ def configuration(node: Any) -> Any:
     return {name: configuration(part) for name, part in node.items()}
 
 
-def parameters(found: Mapping[str, T], wanted: Iterable[str]) -> dict[str, T]:
+def parameters(arrays_of_file: Mapping[str, T], wanted: Iterable[str]) -> dict[str, T]:
     """A file's arrays by the new names of `PARAMETERS`, where these are in `wanted`."""
-    arrays = dict(found)
+    arrays = dict(arrays_of_file)
     for new in wanted:
         old = ".".join(PARAMETERS.get(part, part) for part in new.split("."))
         if new not in arrays and old in arrays:

@@ -206,14 +206,14 @@ def _recording(cache: Any, op: Op, call: int) -> Any:
 
 def _arrays(nodes: dict[str, Any], *, with_sizes: bool = False) -> tuple[TracedArray, ...]:
     """The arrays in trees of these names."""
-    found = []
+    traced = []
     for name, node in nodes.items():
         for path, leaf in tree.flatten(node).items():
             array = tree.value(leaf)
             if is_array_api_obj(array):
                 about = _inside(name, path), tuple(array.shape), dtype_name(array)
-                found.append(TracedArray(*about, *(_sizes(array) if with_sizes else ())))
-    return tuple(found)
+                traced.append(TracedArray(*about, *(_sizes(array) if with_sizes else ())))
+    return tuple(traced)
 
 
 def _outside_trees(arrays: tuple[TracedArray, ...]) -> tuple[TracedArray, ...]:

@@ -172,8 +172,8 @@ def dual(value: Array, tangent: Array, level: int) -> Dual:
     if kind is None:
         names = {"__slots__": (), "__xformer_library__": library}
         kind = _kinds.setdefault(library, type("Dual", (Dual,), names))
-    made: Dual = kind(value, tangent, level)
-    return made
+    dual: Dual = kind(value, tangent, level)
+    return dual
 
 
 _kinds: dict[str, type] = {}
@@ -416,5 +416,5 @@ def forget(level: int) -> None:
 
 
 def _namespace(xp: Any, level: int) -> _Namespace:
-    found = _namespaces.get((xp, level))
-    return found or _namespaces.setdefault((xp, level), _Namespace(xp, level))
+    cached = _namespaces.get((xp, level))
+    return cached or _namespaces.setdefault((xp, level), _Namespace(xp, level))

@@ -286,9 +286,9 @@ def _block() -> Iterator[Case]:
     for norm in ("pre", "post", "sandwich", "output"):
         scaled: Options = {"norm_placement": norm, "residual_scale": 1.0}
         yield _blocks(f"block: scales, {norm}", config=scaled)
-    for place in ("pre", "post", "sandwich"):
-        bare: Options = {"attn_norm": False, "norm_placement": place}
-        yield _blocks(f"block: no norm of attention, {place}", cross="memory", config=bare)
+    for placement in ("pre", "post", "sandwich"):
+        bare: Options = {"attn_norm": False, "norm_placement": placement}
+        yield _blocks(f"block: no norm of attention, {placement}", cross="memory", config=bare)
     short: Options = {"ffn": {"d_ff": 6, "down": False}}
     yield _blocks("block: feed-forward of one linear layer", config=short)
     yield _blocks("block: no biases", cross="memory", config=NO_BIAS)

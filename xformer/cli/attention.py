@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.cli.models import Found, opened, start_id
+from xformer.cli.models import LoadedModel, opened, start_id
 from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
@@ -101,7 +101,7 @@ def _on_axes(kind: str, read: Read) -> tuple[list[int] | None, list[int] | None]
     return ids, ids
 
 
-def _read(args: argparse.Namespace, loaded: Found, is_pair: bool) -> Read:
+def _read(args: argparse.Namespace, loaded: LoadedModel, is_pair: bool) -> Read:
     tokens = loaded.prompt(args.text, "text")
     if not is_pair:
         return Read(tokens, None, [])

@@ -69,11 +69,11 @@ def use(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> 
         return None
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument(OPTION, nargs="?")  # if the path is missing, the command's parser says so
-    found = finder.parse_known_args(argv[1:])[0].config
+    config = finder.parse_known_args(argv[1:])[0].config
     actions = _actions(parser)
-    if found is None or OPTION not in actions:
+    if config is None or OPTION not in actions:
         return None
-    path = Path(found)
+    path = Path(config)
     read = _read(path)
     for name, value in read.items():
         option = f"--{name}"
@@ -88,7 +88,7 @@ def use(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> 
         parser.set_defaults(**{action.dest: _checked(action, value, f"{path}: {name}")})
     if "--preset" in actions and any(word.partition("=")[0] == "--preset" for word in argv):
         _require_no_sizes(path, read)
-    parser.set_defaults(config=found)
+    parser.set_defaults(config=config)
     return ConfigFile(path, read)
 
 

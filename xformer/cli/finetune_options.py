@@ -140,8 +140,8 @@ def settled(args: argparse.Namespace, every: int) -> argparse.Namespace:
     if args.resume is not None and args.config is not None:
         raise ValueError("--config starts a new run: it excludes --resume, which has its options")
     before, specified = OPTIONS.resumed(args), given(args)
-    found = DEFAULTS | {"resume": None, "resume_step": None, "out": None} | before | specified
-    options = argparse.Namespace(**found)
+    values = DEFAULTS | {"resume": None, "resume_step": None, "out": None} | before | specified
+    options = argparse.Namespace(**values)
     for name in ("model", "data"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} must be given, or --resume")

@@ -13,7 +13,7 @@ from typing import Any
 
 from xformer import backends
 from xformer.checks import require_id, require_sizes
-from xformer.cli.models import Found, opened, start_id
+from xformer.cli.models import LoadedModel, opened, start_id
 from xformer.cli.output import is_lost, visible
 from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.sampling import TEMPERATURE, Choice, announce, choice
@@ -141,13 +141,13 @@ def _require_precision(args: argparse.Namespace) -> None:
             raise ValueError(f"--precision needs --dtype float32, got {args.dtype}")
 
 
-def _rounded(loaded: Found, args: argparse.Namespace) -> Found:
+def _rounded(loaded: LoadedModel, args: argparse.Namespace) -> LoadedModel:
     """The model with its parameters stored in --precision."""
     backend = backends.get(args.backend, args.device)
     return loaded._replace(params=backend.cast_params(loaded.params, args.precision))
 
 
-def _with_memory(loaded: Found, args: argparse.Namespace) -> Found:
+def _with_memory(loaded: LoadedModel, args: argparse.Namespace) -> LoadedModel:
     """The model with a segment memory of --memory tokens. ValueError if it has none."""
     if args.memory is None:
         return loaded
@@ -167,7 +167,7 @@ def write(pieces: Iterable[str], prompt: str) -> None:
     print()
 
 
-def _ends(args: argparse.Namespace, loaded: Found, network: Any) -> frozenset[int]:
+def _ends(args: argparse.Namespace, loaded: LoadedModel, network: Any) -> frozenset[int]:
     """The ids that end the text: the model's stop tokens and --stop-id. ValueError for bad ids."""
     for i in args.stop_id:
         require_id("--stop-id", n_tokens(network), id=i)
@@ -176,7 +176,7 @@ def _ends(args: argparse.Namespace, loaded: Found, network: Any) -> frozenset[in
 
 def _new_ids(
     args: argparse.Namespace,
-    loaded: Found,
+    loaded: LoadedModel,
     network: Any,
     text: PrefilledPrompt,
     chosen: Choice,
@@ -212,7 +212,11 @@ def _column(steps: Iterable[list[int | None]], i: int) -> Iterator[int]:
 
 
 def _max_new(
-    args: argparse.Namespace, loaded: Found, network: Any, text: PrefilledPrompt, settings: Settings
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    network: Any,
+    text: PrefilledPrompt,
+    settings: Settings,
 ) -> int:
     """The most tokens to generate. ValueError if the prompt already has `max_length` tokens."""
     if args.max_new_tokens is not None:

@@ -22,7 +22,7 @@ from xformer.training import Vocabulary, checkpoint, load_vocabulary
 TOKENIZERS = "tokenizer.json, vocab.json with merges.txt, vocab.txt"
 
 
-class Found(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model, its parameters and its tokenizer."""
 
     model: Any
@@ -38,7 +38,7 @@ class Found(NamedTuple):
         return [*ids, end] if self.ends and end is not None else ids
 
 
-def opened(args: argparse.Namespace) -> Found:
+def opened(args: argparse.Namespace) -> LoadedModel:
     """Load the model by --model, --tokenizer, --backend, --device and --dtype.
 
     OSError or ValueError if a file is missing or damaged.
@@ -61,7 +61,7 @@ def opened(args: argparse.Namespace) -> Found:
         model, params = pretrained.load(
             path, args.backend, args.dtype, args.device, progress=report
         )
-    return Found(model, params, words or _tokenizer_beside(path, model))
+    return LoadedModel(model, params, words or _tokenizer_beside(path, model))
 
 
 def is_own(path: Path) -> bool:
@@ -70,7 +70,7 @@ def is_own(path: Path) -> bool:
     return config.is_file() and read_json(config).get("format") == checkpoint.FORMAT
 
 
-def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
+def _trained(path: Path, backend: backends.Backend, dtype: str) -> LoadedModel:
     model: Any
     model, params = checkpoint.load(path, backend)
     words = vocabulary_of(path)
@@ -85,10 +85,10 @@ def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
             f"{type(model).__name__}, got {words.size}{what}"
         )
     params = tree.map(lambda a: backend.asarray(backend.to_numpy(a), dtype), params)
-    return Found(model, params, words, slides=not is_pair, ends=is_pair)
+    return LoadedModel(model, params, words, slides=not is_pair, ends=is_pair)
 
 
-def start_id(loaded: Found) -> int:
+def start_id(loaded: LoadedModel) -> int:
     """The id of the start token of an encoder-decoder's targets. ValueError if it is unknown."""
     start = start_of(loaded.model)
     start = loaded.tokenizer.bos_id if start is None else start

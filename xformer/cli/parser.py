@@ -26,12 +26,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As `ArgumentParser`, but the parser of a command reports what is not known to it."""
-        found, unknown = super().parse_known_args(args, namespace)
+        values, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = (word.partition("=")[0] for word in unknown if word.startswith("-"))
             near = (did_you_mean(name, self._option_string_actions) for name in options)
             self.error(f"unrecognized: {' '.join(unknown)}{next(filter(None, near), '')}")
-        return found, unknown
+        return values, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -75,11 +75,11 @@ class Bar:
 
 def _format(name: str, parts: Sequence[str], columns: int) -> str:
     """A `bar_format` of tqdm. Names and parts hold no braces, but for fields of tqdm."""
-    room = columns - len(name) - len(" ||") - SHORTEST
+    free_columns = columns - len(name) - len(" ||") - SHORTEST
     shown = ""
     for part in parts:
         more = f"{shown}, {part}" if shown else f" {part}"
-        if len(more) > room:
+        if len(more) > free_columns:
             break
         shown = more
     return f"{name} |{{bar}}|{shown}"

@@ -14,7 +14,7 @@ import numpy as np
 
 from xformer import backends
 from xformer.checks import require_one_of, require_sizes
-from xformer.cli.models import Found, enable_float64, opened, start_id
+from xformer.cli.models import LoadedModel, enable_float64, opened, start_id
 from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.texts import shown
 from xformer.cli.train_options import PRESETS
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the tables, or the JSON."""
     if args.layers is not None:
         require_sizes("trace", 1, **{"--layers": args.layers})
-    found = _random(args) if args.model is None else opened(args)
-    network, params = _shortened(found.model.network, found.params, args.layers)
-    examples = _examples(found, found.prompt(args.text, "text"))
+    loaded = _random(args) if args.model is None else opened(args)
+    network, params = _shortened(loaded.model.network, loaded.params, args.layers)
+    examples = _examples(loaded, loaded.prompt(args.text, "text"))
     backend = backend_of_params(params)
     arrays = [backend.asarray(ids) for ids in examples]
     with backend.active(), nullcontext() if args.kernels else reference_only(), trace() as steps:
@@ -87,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
     shown_steps = steps.table(op=args.op, values=args.values, width=min(columns, WIDTH))
     n_layers = len(blocks_of(network))
     layers = f"{n_layers} layer{'s' if n_layers > 1 else ''}"
-    what = f"{type(found.model).__name__}, {layers}, {examples[0].shape[1]} tokens"
+    what = f"{type(loaded.model).__name__}, {layers}, {examples[0].shape[1]} tokens"
     print(f"{what}: loss {loss:.4f} on {shown(args.text)!r}\n\n{shown_steps}")
     return 0
 
 
-def _random(args: argparse.Namespace) -> Found:
+def _random(args: argparse.Namespace) -> LoadedModel:
     """A GPT of the preset's sizes with random weights, on bytes."""
     if args.tokenizer is not None:
         raise ValueError("--tokenizer needs --model: a preset has a vocabulary of bytes")
@@ -101,7 +101,7 @@ def _random(args: argparse.Namespace) -> Found:
     n_layers = 1 if args.layers is None else args.layers
     model = GPT(Bytes.size, n_layers, sizes.d_model, sizes.heads, sizes.max_len)
     backend = backends.get(args.backend, args.device)
-    return Found(model, model.init_from(backend.generator(0, args.dtype)), Bytes())
+    return LoadedModel(model, model.init_from(backend.generator(0, args.dtype)), Bytes())
 
 
 def _shortened(network: Any, params: Any, n_layers: int | None) -> tuple[Any, Any]:
@@ -126,12 +126,12 @@ def _shortened(network: Any, params: Any, n_layers: int | None) -> tuple[Any, An
     return network, params._replace(**stacks)
 
 
-def _examples(found: Found, ids: list[int]) -> list[np.ndarray]:
+def _examples(loaded: LoadedModel, ids: list[int]) -> list[np.ndarray]:
     """The arrays of a training step on one text: tokens, and each token's successor."""
-    network = found.model.network
+    network = loaded.model.network
     tokens = np.array([ids])
     if isinstance(network, EncoderDecoder):
-        return [tokens, np.array([[start_id(found), *ids[:-1]]]), tokens]
+        return [tokens, np.array([[start_id(loaded), *ids[:-1]]]), tokens]
     if not getattr(network.head, "of_tokens", False):
         return [tokens, np.zeros(1, tokens.dtype)]  # a label
     if not network.causal:

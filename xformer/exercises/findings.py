@@ -50,8 +50,8 @@ class Grade(NamedTuple):
         return "\n".join([*lines, *self._explained(rows)])
 
     def _cell(self, row: str, library: str) -> str:
-        found = [f.says for f in self.findings if (f.row, f.library) == (row, library)]
-        return "wrong" if any(found) else "ok" if found else "-"
+        texts = [f.says for f in self.findings if (f.row, f.library) == (row, library)]
+        return "wrong" if any(texts) else "ok" if texts else "-"
 
     def _explained(self, rows: list[str]) -> Iterator[str]:
         """What is wrong: the first finding on each library, and hints. Equal texts are joined."""

@@ -55,7 +55,7 @@ def grade(exercise: Exercise, names: Mapping[str, Any], libraries: Sequence[Back
             findings += run.findings()
             for row, hint in hints_of(exercise, case, run.dy, run.got, run.wanted, run.wrong):
                 hints.setdefault(row, []).append(hint)
-    by_row = {row: tuple(dict.fromkeys(found)) for row, found in hints.items()}
+    by_row = {row: tuple(dict.fromkeys(texts)) for row, texts in hints.items()}
     return Grade(exercise, tuple(b.name for b in libraries), tuple(findings), by_row)
 
 
@@ -76,7 +76,7 @@ class _Run:
         self.arrays, self.options = exercise.draw(case)
         self.got: dict[str, Any] = {}
         self.wanted: dict[str, Any] = {}
-        self.given: dict[str, Any] = {}  # the arguments, on the library
+        self.arguments: dict[str, Any] = {}  # the arguments, on the library
         self.dy: Any = None
         self.says: dict[str, str] = {}
 
@@ -106,9 +106,9 @@ class _Run:
     def _forward(self) -> Any:
         """Call the forward, judge its outputs, and return what it saves."""
         exercise, name = self.exercise, self.exercise.function_name
-        given = {k: self._moved(v) for k, v in (self.arrays | self.options).items()}
-        options = {k: given[k] for k in self.options}
-        result = self._call(name, *(given[k] for k in self.arrays), **options)
+        arguments = {k: self._moved(v) for k, v in (self.arrays | self.options).items()}
+        options = {k: arguments[k] for k in self.options}
+        result = self._call(name, *(arguments[k] for k in self.arrays), **options)
         saved = None
         if exercise.has_backward:
             if not isinstance(result, tuple) or len(result) != 2:
@@ -124,10 +124,10 @@ class _Run:
             raise _Wrong(f"{name} must return {', '.join(self.wanted)}; {min(more)} is too many")
         for row, wanted in self.wanted.items():
             self.says[row] = self._judged(row, got, wanted)
-        written = self._written(given)
+        written = self._written(arguments)
         if written:
             self.says["inputs"] = f"{name} writes to its argument {written}: return a new array"
-        self.given = given
+        self.arguments = arguments
         return saved
 
     def _backward(self, saved: Any, y: Any) -> None:
@@ -145,7 +145,7 @@ class _Run:
             return
         for row, error in self._numeric(name, saved, y).items():
             self.says[row] = error and (self._difference(row, wanted[row]) or error)
-        written = self._written(self.given)
+        written = self._written(self.arguments)
         if written:
             says = f"{name} writes to the argument {written} of the forward"
             self.says.setdefault("inputs", says)
@@ -250,11 +250,11 @@ class _Run:
             return tree.map(lambda a: self.backend.asarray(a + 0), argument)
         return argument
 
-    def _written(self, given: dict[str, Any]) -> str:
+    def _written(self, arguments: dict[str, Any]) -> str:
         """The name of an argument that is not what it was."""
         for name, before in tree.flatten(self.arrays | self.options).items():
             if isinstance(before, np.ndarray):
-                now = self.backend.to_numpy(tree.flatten(given)[name])
+                now = self.backend.to_numpy(tree.flatten(arguments)[name])
                 if not np.array_equal(now, before):
                     return name
         return ""

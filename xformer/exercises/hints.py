@@ -48,7 +48,7 @@ def _known(
     wrong: list[str],
 ) -> list[tuple[str, str]]:
     """Hints of the exercise's own mistakes: all that their formulas give was got."""
-    found = []
+    hints = []
     for mistake in exercise.mistakes:
         values = _values(mistake, a, a.dy)
         hit = [row for row in values if row in wrong]
@@ -56,8 +56,8 @@ def _known(
             continue
         if all(row in got and alike(got[row], value) for row, value in values.items()):
             planted = mistake.says in exercise.planted
-            found += [(row, PLANTED if planted else mistake.says) for row in hit]
-    return found
+            hints += [(row, PLANTED if planted else mistake.says) for row in hit]
+    return hints
 
 
 def _general(

@@ -237,7 +237,7 @@ def dropout_backward(dy, saved):
 )
 
 
-class _Given:
+class _FixedUniform:
     """A generator whose uniform numbers in [0, 1) are given."""
 
     def __init__(self, u: Any) -> None:
@@ -248,8 +248,8 @@ class _Given:
 
 
 def _xavier(u: Any) -> Any:
-    given: Any = _Given(u)
-    return initializers.xavier_uniform(given, u.shape)
+    generator: Any = _FixedUniform(u)
+    return initializers.xavier_uniform(generator, u.shape)
 
 
 def _deviation(a: SimpleNamespace) -> float:
