@@ -31,20 +31,20 @@ LABELS = {"numpy": "NumPy", "numba": "numba", "cupy": "CUDA", "torch": "torch", 
 
 def page() -> str:
     """The text of docs/ops.md with its generated parts made anew."""
-    found, text = newest(), PAGE.read_text(encoding="utf-8")
-    versions = {name: version for name, version in found["versions"].items() if name != "xformer"}
+    result, text = newest(), PAGE.read_text(encoding="utf-8")
+    versions = {name: version for name, version in result["versions"].items() if name != "xformer"}
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    where = f"{found['machine']['cpu']}, {found['threads']['cpus']} threads"
+    where = f"{result['machine']['cpu']}, {result['threads']['cpus']} threads"
     caption = (
-        f"Milliseconds. {where}, {found['date'][:10]}, commit {found['commit'][:9]}; {listed}."
+        f"Milliseconds. {where}, {result['date'][:10]}, commit {result['commit'][:9]}; {listed}."
     )
-    rows = [[f"[{name}](#{name})", *cells(name, found)] for name in names()]
+    rows = [[f"[{name}](#{name})", *cells(name, result)] for name in names()]
     text = put(text, "times", f"{caption}\n\n{table(TIMES, rows)}")
     runs = [
         [f"[{name}](#{name})", *(who_runs(name, library) for library in LABELS)] for name in names()
     ]
     text = put(text, "libraries", table(LIBRARIES, runs))
-    return put(text, "ops", "\n".join(section(name, found) for name in names()))
+    return put(text, "ops", "\n".join(section(name, result) for name in names()))
 
 
 def put(text: str, name: str, content: str) -> str:
@@ -63,7 +63,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def newest() -> dict[str, Any]:
     """The newest result of `benchmarks.ops` of any machine."""
     paths = stored.RESULTS.glob("*/ops-2*.json")
-    return max(map(stored.read, paths), key=lambda found: found["date"])
+    return max(map(stored.read, paths), key=lambda result: result["date"])
 
 
 def names() -> list[str]:
@@ -71,7 +71,7 @@ def names() -> list[str]:
     return [name for name in dir(ops) if isinstance(getattr(ops, name), Overridable)]
 
 
-def section(name: str, found: dict[str, Any]) -> str:
+def section(name: str, result: dict[str, Any]) -> str:
     """What there is of an op, in Markdown."""
     op = getattr(ops, name)
     formula = (inspect.getdoc(op) or "").partition("\n")[0]
@@ -94,7 +94,7 @@ def section(name: str, found: dict[str, Any]) -> str:
             f"`pytest tests/test_gradients.py -k {name}`{case_of(name)}",
         ]
     lines.append(f"- Kernels: {'; '.join(kernels) or 'none, the reference runs'}")
-    spent = dict(zip(TIMES[1:], cells(name, found), strict=True))
+    spent = dict(zip(TIMES[1:], cells(name, result), strict=True))
     listed = ", ".join(f"{who} {ms}" for who, ms in spent.items() if ms)
     return "\n".join([*lines, f"- Milliseconds, the fastest of ours bold: {listed}\n"])
 
@@ -140,10 +140,10 @@ def who_runs(name: str, library: str) -> str:
     return ", ".join(["kernel", *(f"+ {dtype}" for dtype in stored)])
 
 
-def cells(name: str, found: dict[str, Any]) -> list[str]:
+def cells(name: str, result: dict[str, Any]) -> list[str]:
     """Milliseconds of torch and of ours, of which the least is bold."""
     of_op: dict[str, float] = {}
-    for contestant in found["rows"]:
+    for contestant in result["rows"]:
         for work in (measured.BOTH, measured.FORWARD):
             if (summary := contestant.get(f"{name}: {work}")) is not None:
                 of_op[contestant["name"]] = summary["min_ms"]

@@ -154,11 +154,11 @@ def without_norm() -> Path:
     """Losses, outputs and gradients of the models that the first program of the page trains."""
     page = (PICTURES.parent / "without-norm.md").read_text(encoding="utf-8")
     program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
-    made: dict[str, Any] = {}
-    exec(program, made)
+    namespace: dict[str, Any] = {}
+    exec(program, namespace)
     figure, (axes,) = panels(1, 3, (11.5, 3.6))
-    for i, (kind, losses) in enumerate(made["losses"].items()):
-        line, flow = line_of(i) | {"label": kind}, made["flows"][kind]
+    for i, (kind, losses) in enumerate(namespace["losses"].items()):
+        line, flow = line_of(i) | {"label": kind}, namespace["flows"][kind]
         layers = np.arange(1, flow.depth + 1)
         axes[0].plot(np.arange(1, len(losses) + 1), averaged(losses, 10), **line)
         axes[1].plot(layers, flow.activations, **line)

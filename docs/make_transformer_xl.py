@@ -36,8 +36,8 @@ def trained(corpus: Corpus, memory_len: int, steps: int) -> tuple[GPT, Any]:
     loss = training.segment_loss_of(model)
     state = training.start(model.init(config.seed), config, loss=loss)
     source = Streams(corpus.train, SEGMENT, ROWS, corpus.sha256 and corpus.sha256[0])
-    made = training.train(loss, state, source, config, backends.get("numpy"), donate=True)
-    for step in tqdm(made, f"memory {memory_len}", steps, disable=None):
+    updates = training.train(loss, state, source, config, backends.get("numpy"), donate=True)
+    for step in tqdm(updates, f"memory {memory_len}", steps, disable=None):
         state = step.state
     return model, state.params
 
