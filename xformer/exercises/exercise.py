@@ -1,4 +1,4 @@
-"""What an exercise is: a file for the learner to complete, inputs, the right answer, and mistakes.
+"""Exercises: a file that the learner completes, inputs, the right answer, and known mistakes.
 
 There are two kinds. A gradient exercise has a forward function and its backward:
 
@@ -21,7 +21,7 @@ Draw = Callable[[np.random.Generator], tuple[dict[str, Any], dict[str, Any]]]
 Formula = Callable[[SimpleNamespace, Any], dict[str, Any]]
 
 GRADIENTS = """\
-The first function returns (y, saved). What is in `saved` is your choice: all that backward needs.
+The first function returns (y, saved). You choose what is in `saved`: all that backward needs.
 The second one gets `saved` and dy, the gradient of the loss with respect to y, in the shape of y.
 It returns the gradients of the arrays in the order of the arguments: {gradients}.
 
@@ -53,9 +53,9 @@ class Mistake(NamedTuple):
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise.
+    """An exercise, for one or two functions of a file.
 
-    name: of the exercise and its file.
+    name: the name of the exercise and its file.
     lecture: 1 to 6.
     summary: one line.
     task: the text of the file's docstring, without the rules that all exercises share.

@@ -1,4 +1,4 @@
-"""What the check of an exercise found, as data and as a table."""
+"""The results of the check of an exercise, as data and as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST = 5  # explanations that are printed
 
 
 class Finding(NamedTuple):
-    """What was found of one output or gradient on one library. An empty text means right."""
+    """The result for one output or gradient on one library. says: what is wrong; empty if right."""
 
     row: str
     library: str

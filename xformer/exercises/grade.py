@@ -1,4 +1,4 @@
-"""Grade the functions of a learner: values by our own op, gradients by finite differences.
+"""Grade the functions of a learner: values by our op, gradients by finite differences.
 
 The finite differences are of our own forward, so a wrong forward does not make a right backward
 wrong. The learner's functions run once in each case, on each array library.

@@ -12,8 +12,8 @@ import numpy as np
 from xformer import tree
 from xformer.exercises.exercise import Exercise, Mistake
 
-SAME = 1e-6  # two arrays this close are by the same formula
-PLANTED = "this is as the file was: the mistake is still there"
+SAME = 1e-6  # arrays with a relative difference up to this come from the same formula
+PLANTED = "the mistake of the file is still there"
 
 
 def hints_of(
@@ -47,7 +47,7 @@ def _known(
     wanted: dict[str, Any],
     wrong: list[str],
 ) -> list[tuple[str, str]]:
-    """Hints of the exercise's own mistakes: all that their formulas give was got."""
+    """The exercise's mistakes whose formulas give exactly the learner's values."""
     hints = []
     for mistake in exercise.mistakes:
         values = _values(mistake, a, a.dy)

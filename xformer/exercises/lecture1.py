@@ -35,6 +35,13 @@ def _no_maximum(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
     return {"y": e / total(e)}
 
 
+LINEAR_FORWARD = '''
+
+def linear(x, w, b):
+    """y = x w + b over the last axis."""
+    return x @ w + b, (x, w)
+'''
+
 LINEAR = Exercise(
     name="linear",
     lecture=1,
@@ -46,12 +53,8 @@ x (..., I), w (I, O), b (O) -> y (..., O).    y = x w + b
 Any number of axes may precede the last one of x. Each position along them is a row; all rows use
 the same w and b. The forward is given.
 """,
-    code='''
-
-def linear(x, w, b):
-    """y = x w + b over the last axis."""
-    return x @ w + b, (x, w)
-
+    code=LINEAR_FORWARD
+    + '''
 
 def linear_backward(dy, saved):
     """(dx, dw, db), in the shapes of x, w and b."""
@@ -177,12 +180,8 @@ LINEAR_MISTAKE = replace(
 
 x (..., I), w (I, O), b (O) -> y (..., O).    y = x w + b
 """,
-    code='''
-
-def linear(x, w, b):
-    """y = x w + b over the last axis."""
-    return x @ w + b, (x, w)
-
+    code=LINEAR_FORWARD
+    + '''
 
 def linear_backward(dy, saved):
     """(dx, dw, db), in the shapes of x, w and b."""

@@ -65,6 +65,17 @@ def _over_queries(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
     return {"y": softmax(a.q @ _t(a.k) * a.q.shape[-1] ** -0.5, axis=-2) @ a.v}
 
 
+ATTENTION_FORWARD = '''
+
+def attention(q, k, v):
+    """y = softmax(q k^T K^-1/2) v."""
+    xp = array_namespace(q)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    e = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+    probs = e / xp.sum(e, axis=-1, keepdims=True)
+    return probs @ v, (q, k, v, probs)
+'''
+
 ATTENTION = Exercise(
     name="attention",
     lecture=3,
@@ -77,16 +88,8 @@ q (B, H, T, K), k (B, H, S, K), v (B, H, S, M) -> y (B, H, T, M).    y = softmax
 Every batch and head is computed alone. `a.mT` is the transpose of the last two axes. The forward is
 given.
 """,
-    code='''
-
-def attention(q, k, v):
-    """y = softmax(q k^T K^-1/2) v."""
-    xp = array_namespace(q)
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    e = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
-    probs = e / xp.sum(e, axis=-1, keepdims=True)
-    return probs @ v, (q, k, v, probs)
-
+    code=ATTENTION_FORWARD
+    + '''
 
 def attention_backward(dy, saved):
     """(dq, dk, dv), in the shapes of q, k and v."""
@@ -486,16 +489,8 @@ q (B, H, T, K), k (B, H, S, K), v (B, H, S, M) -> y (B, H, T, M).    y = softmax
 
 It was run with 4 tokens and heads of width 4 only.
 """,
-    code='''
-
-def attention(q, k, v):
-    """y = softmax(q k^T K^-1/2) v."""
-    xp = array_namespace(q)
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    e = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
-    probs = e / xp.sum(e, axis=-1, keepdims=True)
-    return probs @ v, (q, k, v, probs)
-
+    code=ATTENTION_FORWARD
+    + '''
 
 def attention_backward(dy, saved):
     """(dq, dk, dv), in the shapes of q, k and v."""

@@ -253,19 +253,14 @@ def block_terms(
     *,
     r: Array | None = None,
     config: BlockConfig,
-    rotary: layers.RopeTables | None = None,
-    kv_cache: KVCache | None = None,
-    segment_memory: Array | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    memory_mask: Array | None = None,
     dropout_key: ops.RandomKey | None = None,
+    **options: Any,
 ) -> tuple[Terms, BlockCache | ParallelBlockCache]:
     """`block` of x + r, with its output as two terms. y is their sum; None is 0.
 
     The next block computes the sum and its norm in one op (`layers.residuals`). In backward, dy is
     the gradient of the sum of the terms, and dx is the gradient of x + r. For the other arguments
-    see `block`.
+    and the options see `block`.
     """
     if config.reversible:
         raise ValueError("block: a reversible block has two streams: call layers.blocks")
@@ -276,21 +271,16 @@ def block_terms(
         pos,
         memory_pos,
         config=config,
-        rotary=rotary,
-        kv_cache=kv_cache,
-        segment_memory=segment_memory,
-        mask=mask,
-        causal=causal,
-        memory_mask=memory_mask,
         dropout_key=dropout_key,
+        **options,
     )
     rate = config.dropout if dropout_key is not None else 0.0
     residual_options: dict[str, Any] = {"config": config.norm, "dropout_rate": rate}
     if config.parallel:
         first, second = branches
-        options: Any = {"dropout_keys": (first.dropout_key, second.dropout_key), **residual_options}
+        residual_options["dropout_keys"] = first.dropout_key, second.dropout_key
         args = first.norm, first.sublayer, second.sublayer, second.norm, first.scale, second.scale
-        terms, both = parallels(x, *args, r, **options)
+        terms, both = parallels(x, *args, r, **residual_options)
         return terms, ParallelBlockCache(both)
     placement = "post" if config.norm_placement == "post" else "pre"
     terms, chain = residuals(x, branches, r, norm_placement=placement, **residual_options)

@@ -26,8 +26,8 @@ def chunked_feed_forward(
 
     x, y: (..., T, D)
     chunk_len: tokens of a chunk; the last chunk may have fewer
-    activation: of `feed_forward`
-    ValueError for a chunk_len below 1, another activation and shapes that do not fit.
+    activation: a name in `ops.activation.ACTIVATIONS`
+    ValueError for a chunk_len below 1, an unknown activation and shapes that do not fit.
     """
     require_sizes("feed_forward", 1, chunk_len=chunk_len)
     xp = array_namespace(x)

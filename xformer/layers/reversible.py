@@ -58,7 +58,7 @@ def reversible(
 
 
 class _Network(NamedTuple):
-    """The blocks, and what all of them get. No array depends on the number of tokens and layers."""
+    """The blocks and their common arguments. It holds no activations."""
 
     params: tuple[BlockParams, ...]
     bias: Array | None
@@ -96,7 +96,7 @@ class ReversibleCache(NamedTuple):
 
     @property
     def blocks(self) -> NoReturn:
-        """Raise AttributeError: `BlocksCache.blocks` has a cache for each layer, this has not."""
+        """Raise AttributeError: unlike `BlocksCache`, this has no cache for each layer."""
         raise AttributeError("blocks: reversible blocks save no cache of each layer")
 
     def backward(self, dy: Array, drouter_logits: Sequence[None] | None = None) -> tuple[Any, ...]:
@@ -129,7 +129,7 @@ class ReversibleCache(NamedTuple):
 def _through(
     f: Callable[[Array], tuple[Array, BranchCache]], x: Array, y: Array, dx: Array, dy: Array
 ) -> tuple[Array, Array, tuple[Any, ...]]:
-    """Back through y = z + f(x): z, the gradient of x, and the gradients in f.
+    """Return z, the gradient of x, and the gradients of the parameters of f, for y = z + f(x).
 
     dx: the gradient of x from its other uses
     """

@@ -1,4 +1,4 @@
-"""The segment memory of Transformer-XL: what a segment attends to of the segments before it."""
+"""The segment memory of Transformer-XL: inputs of earlier segments, to which a segment attends."""
 
 from __future__ import annotations
 

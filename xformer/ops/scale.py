@@ -28,7 +28,7 @@ def scale(x: Array, alpha: Array) -> tuple[Array, ScaleCache]:
 
 @short
 class ScaleCache(NamedTuple):
-    """Saved by `scale` for backward: both factors, as each is the derivative by the other."""
+    """Saved by `scale` for backward: both factors; each is the derivative by the other one."""
 
     x: Array  # any shape
     alpha: Array  # (1,)

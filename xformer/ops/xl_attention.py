@@ -117,8 +117,8 @@ class XLAttentionCache(NamedTuple):
 def shift(x: Array, n_keys: int) -> Array:
     """y_ij = x_ic with c = T - 1 - i + j: (B, H, T, N) -> (B, H, T, S), S = n_keys.
 
-    Column c of x is for the distance S - 1 - c. Where there is no column c >= N, y is 0. (Row i
-    moves to the left by T - 1 - i. In rows of T + S columns that is a slice and a reshape.)
+    Column c of x is for the distance S - 1 - c. y is 0 if c >= N. (Row i moves to the left by
+    T - 1 - i. In rows of T + S columns this is a slice and a reshape.)
     """
     xp = array_namespace(x)
     b, h, n_queries, n_columns = x.shape
@@ -132,7 +132,7 @@ def shift(x: Array, n_keys: int) -> Array:
 
 
 def unshift(y: Array, n_columns: int) -> Array:
-    """x_ic = y_ij with j = c - (T - 1) + i, 0 where there is no such key: the transpose of `shift`.
+    """x_ic = y_ij with j = c - (T - 1) + i, 0 if there is no such key: the transpose of `shift`.
 
     (B, H, T, S) -> (B, H, T, N), N = n_columns.
     """

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from xformer.training.log import LOG, numbers_of, rows
 from xformer.training.loop import Step
 
-# Name, which is the extra's too -> the module to import. tensorboardX writes TensorBoard's files;
-# TensorBoard itself takes 88 MB instead of 3, and is needed only to look at them.
+# Name of the dashboard and of its extra -> the module to import. tensorboardX (3 MB) writes the
+# files; TensorBoard (88 MB) is needed only to look at them.
 MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 COLUMNS = ("loss", "validation", "lr", "norm")  # of the log
 SUFFIX = ".xformer"  # of our files of TensorBoard
@@ -52,7 +52,7 @@ def dashboard(
         project that its environment variables name
     folder: of the run, after `Run.begin`
     options: JSON that W&B shows beside the curves
-    again: steps that W&B has are run again, with other numbers; it gets a new run
+    again: steps that W&B already has are run again, with other numbers; W&B starts a new run
 
     The steps in the log come first, unless W&B has them already. So a resumed run continues its
     curve, without gaps and without steps that occur twice. A step has the numbers of its line in
@@ -102,7 +102,7 @@ class _Dashboard(Protocol):
 class _TensorBoard:
     """A file of events. It is written anew from the log when a run is resumed.
 
-    The times in it are those of training without pauses, of which the last is now.
+    The times in it exclude pauses of training; the last time is now.
     """
 
     def __init__(self, folder: Path) -> None:
