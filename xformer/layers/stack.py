@@ -11,6 +11,7 @@ from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
 from xformer.layers.block import SITES, BlockConfig, BlockParams
 from xformer.layers.blocks import blocks, order_of
+from xformer.layers.fit import require_blocks
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.norm import NormParams, norm
 from xformer.ops.sum_to import sum_to
@@ -273,9 +274,21 @@ def require_configs(op: str, configs: Sequence[BlockConfig]) -> None:
 
 
 def require_stack(
-    op: str, params: StackParams, configs: Sequence[BlockConfig], final_norm: bool | None, n: int
+    op: str,
+    name: str,
+    params: StackParams,
+    configs: Sequence[BlockConfig],
+    final_norm: bool | None,
+    n: int,
+    *,
+    cross: bool = False,
+    shared_memory: bool = False,
 ) -> None:
-    """ValueError unless params have `n` blocks, and a final norm if and only if configs want it."""
+    """ValueError unless params have the parts and shapes that `StackParams.init` would give.
+
+    name: names params in the message
+    n: the number of blocks; each is for an equal run of configs
+    """
     wants = configs[0].final_norm if final_norm is None else final_norm
     for what, got, wanted in (
         ("blocks", len(params.blocks), n),
@@ -283,3 +296,5 @@ def require_stack(
     ):
         if got != wanted:
             raise ValueError(f"{op}: params must have {what}: {wanted} by config, got {got}")
+    options: Any = {"cross": cross, "shared_memory": shared_memory}
+    require_blocks(op, f"{name}.blocks", params.blocks, configs, **options)

@@ -190,7 +190,9 @@ class EncoderDecoder:
         dropout_key: None: no dropout
         """
         n_layers = len(self.encoder)
-        require_stack("encoder", params.encoder, self.encoder, self.encoder_norm, n_layers)
+        require_stack(
+            "encoder", "params.encoder", params.encoder, self.encoder, self.encoder_norm, n_layers
+        )
         keys = dropout_streams(dropout_key, n_layers)
         (x, pos), embed_cache = _embedded("src", params.src_embed, self.src_embed, src, keys[0])
         memory, stack_cache = stack(
@@ -250,7 +252,7 @@ class EncoderDecoder:
     ) -> tuple[Array, DecodeCache]:
         """`decode_target` with `top` instead of the head."""
         n_layers = len(self.decoder)
-        require_stack("decoder", params.decoder, self.decoder, self.decoder_norm, n_layers)
+        self._require_decoder(params)
         keys = dropout_streams(dropout_key, n_layers)
         embedding: Any = params.src_embed if self.shared_embed else params.tgt_embed
         (x, pos), embed_cache = _embedded("tgt", embedding, self.target_embed, tgt, keys[0])
@@ -331,6 +333,19 @@ class EncoderDecoder:
         return y, saved(EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed))
 
     @inference()
+    def _require_decoder(self, params: EncoderDecoderParams) -> None:
+        """ValueError unless params.decoder fits the configuration."""
+        require_stack(
+            "decoder",
+            "params.decoder",
+            params.decoder,
+            self.decoder,
+            self.decoder_norm,
+            len(self.decoder),
+            cross=True,
+            shared_memory=self.shared_memory,
+        )
+
     def init_state(
         self, params: EncoderDecoderParams, src: Array, *, src_mask: Array | None = None
     ) -> EncoderDecoderState:
@@ -339,7 +354,9 @@ class EncoderDecoder:
         It has the keys and values of the encoded source for each layer of the decoder.
         src: (B, S) ids, or vectors (B, S, D)
         src_mask: (B, S), True = a token, False = padding; None: no padding
+        ValueError if params do not fit the configuration.
         """
+        self._require_decoder(params)
         (memory, memory_pos), _ = self.encode(params, src, src_mask=src_mask)
         sources = memory_of(params.decoder, memory, memory_pos, configs=self.decoder)
         return EncoderDecoderState((KVCache(),) * len(self.decoder), sources, src_mask)

@@ -281,10 +281,7 @@ class LanguageModel:
         memory: of the segments before; then `cache.stack.layers.extended` is for the next one
         """
         require_array("LanguageModel", "tokens", tokens)
-        n_blocks = (
-            len(self.blocks) if self.n_shared_layer_groups is None else self.n_shared_layer_groups
-        )
-        require_stack("LanguageModel", params.stack, self.blocks, self.final_norm, n_blocks)
+        self._require_stack(params)
         keys = dropout_streams(dropout_key, len(self.blocks))
         are_given = positions is not None
         if are_given:
@@ -311,6 +308,14 @@ class LanguageModel:
             activation_checkpointing=self.activation_checkpointing,
         )
         return y, HiddenCache(embed_cache, stack_cache)
+
+    def _require_stack(self, params: LanguageModelParams) -> None:
+        """ValueError unless params.stack fits the configuration."""
+        n_groups = self.n_shared_layer_groups
+        n_blocks = len(self.blocks) if n_groups is None else n_groups
+        require_stack(
+            "LanguageModel", "params.stack", params.stack, self.blocks, self.final_norm, n_blocks
+        )
 
     def _embedded(
         self,
@@ -385,12 +390,15 @@ class LanguageModel:
         length: tokens that the longest text will have after further calls; it decides the RoPE
             frequencies
 
-        ValueError if the model is not causal, if the tokens do not fit the context, and if a static
-        state has more slots than tokens with the same RoPE frequencies.
+        ValueError if the model is not causal, if the tokens do not fit the context, if a static
+        state has more slots than tokens with the same RoPE frequencies, and, in the first call, if
+        params do not fit the configuration.
         """
         if not self.causal or not isinstance(self.head, LMHead):
             raise ValueError("decode: the model must be causal and have an LMHead")
         require_tokens("decode", "tokens", tokens)
+        if state.kv_cache[0].k is None:  # the first call
+            self._require_stack(params)
         n_keys = state.capacity if state.is_static else state.length + tokens.shape[1]
         if self.context is not None and n_keys > self.context:
             raise ValueError(
