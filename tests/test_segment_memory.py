@@ -92,6 +92,15 @@ def test_a_short_memory_is_a_mask_of_the_whole_text(memory_len: int, sizes: list
     assert memory.length == memory_len
 
 
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_a_memory_keeps_no_longer_array(size: int) -> None:
+    """The arrays of a full memory are not slices of arrays with the segment."""
+    model, params = model_of(3)
+    _, memory = in_segments(model, params, texts()[0], [size, size])
+    for x in memory.inputs:
+        assert x.base is None and x.nbytes == 2 * 3 * 12 * 8
+
+
 def test_the_memory_matters_and_may_be_longer_than_in_training() -> None:
     model, params = model_of(2)
     logits = {}
@@ -362,6 +371,11 @@ def test_bad_segments() -> None:
     fewer = memory._replace(inputs=memory.inputs[:2])
     with pytest.raises(ValueError, match=r"^segment: memory must be of 3 layers, got 2$"):
         model.segment(params, tokens, fewer)
+    longer = dataclasses.replace(model, memory_len=5)
+    for capacity, other in ((3, longer), (5, model)):
+        message = f"segment: memory must have memory_len = {other.memory_len} positions, got "
+        with pytest.raises(ValueError, match=f"^{message}{capacity}; init_memory returns an empty"):
+            other.segment(params, tokens, {3: model, 5: longer}[capacity].init_memory(params, 2))
     with pytest.raises(ValueError, match=r"^blocks: segment_memory must have an array for each of"):
         layers.blocks(
             np.ones((2, 4, 12)),

@@ -582,6 +582,11 @@ class LanguageModel:
             raise ValueError(
                 f"segment: memory must be of {len(self.blocks)} layers, got {len(memory.inputs)}"
             )
+        if (capacity := memory.inputs[0].shape[1]) != self.memory_len:
+            raise ValueError(
+                f"segment: memory must have memory_len = {self.memory_len} positions, "
+                f"got {capacity}; init_memory returns an empty one"
+            )
         x, hidden = self.hidden(params, tokens, dropout_key=dropout_key, memory=memory)
         return x, hidden, memory.advanced(hidden.stack.layers.extended)
 

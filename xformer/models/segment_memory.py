@@ -42,10 +42,9 @@ class SegmentMemory(NamedTuple):
         xp = array_namespace(*extended)
 
         def last(x: Array) -> Array:
-            x = x[:, n - length :, :]
-            if length == capacity:
-                return x
             shape = (x.shape[0], capacity - length, x.shape[2])
-            return xp.concat([xp.zeros(shape, dtype=x.dtype, device=device(x)), x], axis=1)
+            zeros = xp.zeros(shape, dtype=x.dtype, device=device(x))
+            # A copy, also if there are no zeros: a slice would keep the whole of x in memory.
+            return xp.concat([zeros, x[:, n - length :, :]], axis=1)
 
         return SegmentMemory(tuple(map(last, extended)), length)
