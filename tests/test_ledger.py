@@ -18,13 +18,12 @@ from xformer.backends.numpy.threads import forget_scratch
 from xformer.cli import main
 from xformer.cli.memory import alike
 from xformer.layers import EmbedConfig, ExpertsConfig, RelativeConfig, RopeConfig
-from xformer.ledger import STEPS, Same, ledger, measured_peak
+from xformer.ledger import Same, ledger, measured_peak, step_loss_of, steps_of
 from xformer.measure import arguments, measured, saved_by_part
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, LMHead
 from xformer.ops import RandomKey
 from xformer.training import TrainConfig
 from xformer.training.loop import start, train
-from xformer.training.loss import loss_of
 
 NUMPY = backends.get("numpy")
 SIZES: dict[str, Any] = {"vocab_size": 256, "n_layers": 3, "d_model": 64, "n_heads": 4}
@@ -43,6 +42,10 @@ MODELS = {
     "deep": GPT(**SIZES | {"n_layers": 8}, max_len=64),
     "checkpoint": GPT(**SIZES | {"n_layers": 8}, max_len=64, activation_checkpointing=True),
     "reversible": GPT(**SIZES | {"n_layers": 8}, max_len=64, reversible=True),
+    "segment memory": GPT(**SIZES, max_len=64, positions="xl", memory_len=100),
+    "large segment memory": GPT(
+        **SIZES | {"n_layers": 2}, max_len=64, positions="xl", memory_len=600
+    ),
     "two kinds of layers": LanguageModel(
         PLAIN,
         (
@@ -86,14 +89,17 @@ def traced_peak(model: Any, batch: int, length: int, **options: Any) -> int:
     """The bytes that Python and NumPy allocated at most in some steps of the training loop."""
     network = getattr(model, "network", model)
     source = Same(arguments(network, batch, length, "float32")[1])
-    config = TrainConfig(STEPS, **options)
+    config = TrainConfig(steps_of(network, length), batch_size=batch, **options)
+    loss = step_loss_of(network)
     gc.collect()
     forget_scratch()
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        state = [start(network.init(), config)]  # handed over, so that nothing here keeps it
-        for _ in train(loss_of(network), state.pop(), source, config, NUMPY, donate=True):
+        state = [
+            start(network.init(), config, loss=loss)
+        ]  # handed over, so that nothing here keeps it
+        for _ in train(loss, state.pop(), source, config, NUMPY, donate=True):
             pass
         return tracemalloc.get_traced_memory()[1] - before
     finally:

@@ -28,16 +28,15 @@ from xformer.backends.numpy.stand_in import Tally, stand_in
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
 from xformer.checks import require_one_of, require_sizes
 from xformer.initializers import Shapes
-from xformer.measure import arguments, saved_by_part
+from xformer.measure import arguments, saved_by_part, step_loss
 from xformer.models import EncoderDecoder
-from xformer.ops import RandomKey
 from xformer.ops._loss import one
 from xformer.optim import Optimiser
 from xformer.shapes import FLOATING
 from xformer.training.batch import Batch
 from xformer.training.config import TrainConfig
 from xformer.training.loop import start, train
-from xformer.training.loss import loss_of
+from xformer.training.loss import Loss, loss_of, segment_loss_of
 
 # glibc's malloc keeps some of the freed large arrays, up to a fifth of the total. With this
 # threshold it returns arrays of at least so many bytes to the system at once.
@@ -57,6 +56,7 @@ class Ledger(NamedTuple):
     update_work: int  # peak temporaries of the optimiser, without the arrays that it overwrites
     scratch: int  # scratch memory that NumPy's kernels keep between calls
     early: int = 0  # bytes of gradients that the saved set already includes
+    segment_memory: int = 0  # a full memory of a model with memory_len
 
     @property
     def grads(self) -> int:
@@ -67,12 +67,14 @@ class Ledger(NamedTuple):
     def backward(self) -> int:
         """The peak of a loss and its backward. The cache is kept until backward ends."""
         work = max(self.loss_work, self.grads - self.early + self.layer_work)
-        return self.params + self.state + sum(self.saved.values()) + work
+        memories = 2 * self.segment_memory  # before the step and after it
+        return self.params + self.state + memories + sum(self.saved.values()) + work
 
     @property
     def update(self) -> int:
         """The peak during the optimiser's update. Clipping overwrites the gradients."""
-        return self.params + self.state + self.grads + self.update_work
+        memories = 2 * self.segment_memory
+        return self.params + self.state + memories + self.grads + self.update_work
 
     @property
     def peak(self) -> int:
@@ -90,8 +92,10 @@ def ledger(
 ) -> Ledger:
     """The memory of a training step on `batch` sequences of `length` tokens.
 
-    Dropout is as configured. Parameters, state and saved set are computed without allocating them.
-    The temporaries of ops are measured, on a model of one layer with the embedding and the head.
+    Dropout is as configured. A model with memory_len reads a segment of `length` tokens after a
+    full memory, as in `training.segment_loss_of`. Parameters, state and saved set are computed
+    without allocating them. The temporaries of ops are measured, on a model of one layer with the
+    embedding and the head.
 
     ValueError for sizes below 1, another dtype or optimiser, and a model without a loss.
     """
@@ -114,7 +118,16 @@ def ledger(
         update_work,
         scratch_nbytes(),
         early,
+        _memory_nbytes(network, batch, dtype),
     )
+
+
+def _memory_nbytes(network: Any, batch: int, dtype: str) -> int:
+    """The bytes of the segment memory; 0 without one."""
+    if isinstance(network, EncoderDecoder) or network.memory_len is None:
+        return 0
+    n = len(network.blocks) * batch * network.memory_len * network.d_model
+    return n * np.dtype(dtype).itemsize
 
 
 def measured_peak(
@@ -179,11 +192,9 @@ def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[i
     """loss_work, layer_work and early of a `Ledger`, for a model of one layer."""
     params = network.init(0, "numpy", dtype)
     _, examples = arguments(network, batch, length, dtype)
-    network.loss(params, *examples, dropout_key=RandomKey(0))[
-        1
-    ].backward()  # allocates the scratch memory
+    step_loss(network, params, examples)[1].backward()  # allocates the scratch memory
     with _traced():
-        loss, cache = network.loss(params, *examples, dropout_key=RandomKey(0))
+        loss, cache = step_loss(network, params, examples)
         cached = getattr(cache, "tokens", cache).model  # the router losses need hardly any memory
         top, at_loss = _peak(getattr(cached, "decode", cached).head.backward, one(loss))
         grads, at_layer = _peak(_above(cached, top).backward, one(loss))
@@ -276,17 +287,29 @@ class Same:
         return self.only
 
 
+def step_loss_of(network: Any) -> Loss:
+    """The loss that the ledger is about: after a segment memory, if the model has a memory_len."""
+    is_plain = getattr(network, "memory_len", None) is None
+    return loss_of(network) if is_plain else segment_loss_of(network)
+
+
+def steps_of(network: Any, length: int) -> int:
+    """The steps to measure: the last ones have a full segment memory."""
+    return STEPS + -(-(getattr(network, "memory_len", None) or 0) // length)
+
+
 def _measure(network: Any, batch: int, length: int, dtype: str, optimiser: str) -> int | None:
     """The peak of training minus the memory before it, for a process that does nothing else."""
     backend = backends.get("numpy")
 
     def trained(network: Any, batch: int, length: int, steps: int) -> None:
-        config = TrainConfig(steps=steps, optimiser=optimiser)
+        config = TrainConfig(steps=steps, batch_size=batch, optimiser=optimiser)
         source = Same(arguments(network, batch, length, dtype)[1])
+        loss = step_loss_of(network)
         # The first state gets no name here, as a name would keep it until the end.
         for _ in train(
-            loss_of(network),
-            start(network.init(0, "numpy", dtype), config),
+            loss,
+            start(network.init(0, "numpy", dtype), config, loss=loss),
             source,
             config,
             backend,
@@ -296,7 +319,7 @@ def _measure(network: Any, batch: int, length: int, dtype: str, optimiser: str) 
 
     trained(next(_one_layer_of_each(network)), 1, 1, 1)  # imports what is imported lazily
     before = backend.memory().in_use
-    trained(network, batch, length, STEPS)
+    trained(network, batch, length, steps_of(network, length))
     peak = backend.memory().peak
     return None if before is None or peak is None else peak - before
 

@@ -29,7 +29,7 @@ class Measured(NamedTuple):
     """Bytes and FLOPs of one batch."""
 
     forward: int  # bytes of the output and the cache of `forward`
-    saved: int  # bytes saved by `loss` for backward; by `forward` if there is no loss
+    saved: int  # bytes saved by `step_loss` for backward; by `forward` if there is no loss
     flops: int  # of the products with parameters in a forward
 
 
@@ -53,7 +53,7 @@ def saved_by_part(model: Any, batch: int, length: int, dtype: str) -> dict[str, 
     def measure(b: int, t: int) -> list[int]:
         params, _, examples = _stood_in(model, b, t, dtype, Tally())
         with np.errstate(all="ignore"):
-            _, saved = model.loss(params, *examples, dropout_key=RandomKey(0))
+            _, saved = step_loss(model, params, examples)
         by_part = _by_part(saved, examples)
         names[:] = by_part
         return list(by_part.values())
@@ -123,8 +123,23 @@ def _run(model: Any, batch: int, length: int, dtype: str) -> Measured:
         result = model.forward(params, *inputs)
         flops, saved = tally.flops, result[1]
         if examples is not None:
-            _, saved = model.loss(params, *examples, dropout_key=RandomKey(0))
+            _, saved = step_loss(model, params, examples)
     return Measured(_nbytes(result, inputs), _nbytes(saved, examples or inputs), flops)
+
+
+def step_loss(model: Any, params: Any, examples: Sequence[Any]) -> tuple[Any, Any]:
+    """The loss of a training step and its cache, with dropout as configured.
+
+    With memory_len it is the loss of a segment after a full memory.
+    """
+    memory_len = getattr(model.network, "memory_len", None)
+    if memory_len is None:
+        loss, cache = model.loss(params, *examples, dropout_key=RandomKey(0))
+        return loss, cache
+    memory = model.network.init_memory(params, len(examples[0]))._replace(length=memory_len)
+    segment_loss = model.network.segment_loss
+    loss, cache, _ = segment_loss(params, *examples, memory, dropout_key=RandomKey(0))
+    return loss, cache
 
 
 def _stood_in(model: Any, batch: int, length: int, dtype: str, tally: Tally) -> tuple[Any, ...]:
@@ -135,7 +150,7 @@ def _stood_in(model: Any, batch: int, length: int, dtype: str, tally: Tally) -> 
 
 
 def arguments(model: Any, batch: int, length: int, dtype: str) -> tuple[Any, Any]:
-    """The arguments of `forward`, and the arguments of `loss` (None if there is no loss)."""
+    """The arguments of `forward`, and the arrays for `step_loss` (None if there is no loss)."""
     network = model.network
     tokens = np.zeros((batch, length), np.int64)
     if isinstance(model, Transformer):

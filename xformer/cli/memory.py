@@ -93,6 +93,8 @@ def accounts(result: Ledger, optimiser: str, measured: int | None) -> Iterator[R
     yield "  parameters", size(result.params), ""
     yield "  gradients", size(result.grads), ""
     yield "  optimiser", size(result.state), f"the state of {optimiser}"
+    if result.segment_memory:
+        yield "  segment memory", size(result.segment_memory), "before and after the step, each"
     yield "  saved set", size(sum(result.saved.values())), "saved for backward"
     for names, nbytes in alike(result.saved):
         yield f"    {names}", size(nbytes), "each" if ", " in names or "-" in names else ""
