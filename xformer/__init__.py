@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from xformer.models import GPT, Transformer
     from xformer.ops import RandomKey
     from xformer.trace import trace
+    from xformer.world import world
 
 __version__ = "0.1.0"
 
@@ -74,6 +75,7 @@ __all__ = [
     "trace",
     "training",
     "tree",
+    "world",
 ]
 
 later(
@@ -96,4 +98,5 @@ later(
     trace="trace",
     training="training",
     tree="tree",
+    world="world",
 )
