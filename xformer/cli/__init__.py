@@ -7,6 +7,7 @@ Each command is one module with two functions: `add_parser(subparsers)` adds its
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ from xformer.cli.models import kernels_of
 from xformer.cli.output import printing
 from xformer.cli.parser import Parser
 from xformer.renamed import command_line
+from xformer.world import end_all, launched
 
 COMMANDS = (
     prepare,
@@ -98,11 +100,15 @@ def _run(argv: Sequence[str] | None) -> int:
         if file is not None and isinstance(error, ValueError):
             error.add_note(file.note(error, args))
         notes = getattr(error, "__notes__", [])  # for example, the last good checkpoint
-        print("xformer: error:", "; ".join([str(error), *notes]), file=sys.stderr)
+        end_all(f"xformer: error: {'; '.join([str(error), *notes])}")
         return 1
     except KeyboardInterrupt:
-        print("xformer: interrupted", file=sys.stderr)
+        end_all("xformer: interrupted")
         return 130
+    except Exception:  # a mistake of ours: with other processes, end them too
+        if launched() > 1:
+            end_all(traceback.format_exc())
+        raise
     finally:
         warnings.formatwarning = usual
     return status

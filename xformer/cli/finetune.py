@@ -7,7 +7,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +21,18 @@ from xformer.cli.models import is_own, kernels_of, opened
 from xformer.cli.progress import each
 from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
 from xformer.cli.texts import watched
-from xformer.cli.train import STOPPING, new_folder
+from xformer.cli.together import description, together
+from xformer.cli.train import STOPPING, folder_of
 from xformer.finetune import Record, Task, TrainConfig, lora, peft
+from xformer.finetune.loop import about_of
 from xformer.finetune.saving import ADAPTER
 from xformer.pretrained.convert import as_llama
 from xformer.sentences import settings
 from xformer.training import Diverged, Run, State, Step, interruptible
 from xformer.training.checkpoint import WEIGHTS
-from xformer.training.loop import is_stale
+from xformer.training.loop import is_stale, require_shares
+from xformer.training.run import require_alike
+from xformer.world import World
 
 EVERY = 100  # least number of steps between validations by default; there are at most four
 LINES = 10  # lines of progress if stderr is no terminal
@@ -72,15 +76,19 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, or resume a run, and save the model with the lowest validation loss."""
-    options = finetune_options.settled(args, EVERY)
-    with kernels_of(options.backend):  # a resumed run has stored its backend
-        return _run(options)
+    with together() as world:
+        options = finetune_options.settled(args, EVERY)
+        with kernels_of(options.backend):  # a resumed run has stored its backend
+            return _run(options, world)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, world: World) -> int:
     job, first = _job(options)
     state = training.start(job.params, job.config)  # it may raise, before a folder is made
-    folder = Path(options.resume) if options.resume else new_folder(options.out, "finetuned")
+    require_shares(job.config, world)
+    if world.size > 1:
+        require_alike(world, job.backend, about_of(*job))
+    folder = folder_of(options, world, "finetuned")
     run = finetune.run(
         folder,
         *job,
@@ -89,28 +97,30 @@ def _run(options: argparse.Namespace) -> int:
         keep=options.keep_checkpoints,
         notes=finetune_options.kept(options),
         free=ABOUT_ENDS,
+        world=world,
     )
     model, words = job.task.model, job.task.tokenizer
 
     def save(params: Any) -> None:
-        finetune.save(model, params, folder, tokenizer=words, base=options.model)
+        how: Any = {"tokenizer": words, "base": options.model}
+        world.first(lambda: finetune.save(model, params, folder, **how))
 
     begun, before = 0, None
     try:
         with run:
             state = run.begin(state, options.resume_step)
             long_names = finetune_options.by_long_name(run.notes, options.model)
-            config_file.write(folder, "finetune", long_names)
+            world.first(lambda: config_file.write(folder, "finetune", long_names))
             begun = state.step
             job = job._replace(params=state.params)  # if resumed, the first ones are not needed
-            _introduce(job, begun)
+            _introduce(job, begun, world)
             if not begun:
-                before = _measured(job, state.params)
+                before = _measured(job, state.params, world)
             for after in _states(job, run, state):
                 state = after
-            best = _best(job, state, save)
+            best = _best(job, state, save, world)
     except KeyboardInterrupt:  # pressed twice; if in an update, some parameters are updated
-        if state.step == begun:
+        if state.step == begun or world.size > 1:
             raise
         best = Best(state.best, state.best_step)
         if not best.step:
@@ -118,7 +128,8 @@ def _run(options: argparse.Namespace) -> int:
     if state.step < job.config.steps:
         why = "validation has not improved" if is_stale(state, job.config) else "stopped early"
         print(f"{why}, after step {state.step}", file=sys.stderr)
-    _conclude(job, folder, state, best, before)
+    if world.rank == 0:
+        _conclude(job, folder, state, best, before)
     if options.task in USES:
         texts = (str(first.fields[name]).strip() for name in job.task.fields)
         shown = (str(folder), *(text.partition("\n")[0][:SHOWN] for text in texts))
@@ -160,9 +171,10 @@ def _states(job: Job, run: Run, state: State) -> Iterator[State]:
     n_steps = job.config.steps
     hidden = not sys.stderr.isatty()
     bar = tqdm(total=n_steps, initial=state.step, unit="step", disable=hidden)
-    with bar, interruptible(STOPPING) as stopping:
+    message = STOPPING if run.world.rank == 0 else ""
+    with bar, interruptible(message) as stopping:
         best_step = state.best_step
-        steps = finetune.train(*job._replace(params=state), donate=True)
+        steps = finetune.train(*job._replace(params=state), donate=True, world=run.world)
         del state  # or the first one would stay in memory
         for step in run.record(_noted(steps, run.folder, best_step), stopping):
             bar.set_postfix_str(f"loss {step.loss:.3f}")
@@ -188,14 +200,14 @@ def _noted(steps: Iterator[Step], folder: Path, best_step: int) -> Iterator[Step
         raise
 
 
-def _best(job: Job, state: State, save: Callable[[Any], Any]) -> Best:
+def _best(job: Job, state: State, save: Callable[[Any], Any], world: World) -> Best:
     """The loss of the saved model. A last step that was not validated is, and may be better."""
     best = Best(state.best, state.best_step)
     n_steps, every = job.config.steps, job.config.eval_every
     if state.step == n_steps or state.step % every == 0:
         return best
-    with suppress(KeyboardInterrupt):
-        loss = _measured(job, state.params)
+    with suppress(KeyboardInterrupt) if world.size == 1 else nullcontext():
+        loss = _measured(job, state.params, world)
         if loss is not None and loss < best.loss:
             if best.step:  # otherwise the last model is saved
                 save(state.params)
@@ -253,7 +265,7 @@ def _chosen(args: argparse.Namespace, params: Any, is_new: bool) -> Any:
     return tree.freeze(params, *args.freeze) if args.freeze else params
 
 
-def _introduce(job: Job, step: int) -> None:
+def _introduce(job: Job, step: int, world: World) -> None:
     """Print the model, the device and the data, and the step that a run resumes from."""
     model, params = job.task.model, job.params
     kind = model.hf_config.get("architectures", [type(model).__name__])[0]
@@ -261,7 +273,7 @@ def _introduce(job: Job, step: int) -> None:
     trained = _size(tree.trained(params))
     adapters = f" and {added:,} in adapters" if added else ""
     print(f"model: {kind}, {_size(params) - added:,} parameters{adapters}; {trained:,} trained")
-    print(f"on {job.backend.describe()}")
+    print(f"on {job.backend.describe()}{description(world)}")
     counts = [f"{len(part):,}" for part in (job.examples, job.held_out)]
     cut = sum(example.is_cut for example in (*job.examples, *job.held_out))
     note = f"; {cut:,} cut to {job.task.max_len} tokens" if cut else ""
@@ -274,12 +286,12 @@ def _size(params: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in tree.flatten(tree.thaw(params)).values())
 
 
-def _measured(job: Job, params: Any) -> float | None:
+def _measured(job: Job, params: Any, world: World) -> float | None:
     """The validation loss; None if there is nothing to validate on."""
     if not job.held_out:
         return None
     with watched("validating", len(job.held_out)) as options:
-        options |= {"batch_size": job.config.batch_size, "seed": job.config.seed}
+        options |= {"batch_size": job.config.batch_size, "seed": job.config.seed, "world": world}
         return finetune.evaluate(job.task, params, job.held_out, job.backend, **options)
 
 

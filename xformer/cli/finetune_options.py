@@ -10,7 +10,15 @@ from xformer import finetune
 from xformer.checks import require_sizes
 from xformer.cli.config_file import add_config
 from xformer.cli.paths import BACKEND, DEVICE, TOKENIZER, nonempty
-from xformer.cli.run_options import Stored, add_shared, by_option, dashed, given
+from xformer.cli.run_options import (
+    NO_RUN,
+    Stored,
+    add_shared,
+    begun_or_new,
+    by_option,
+    dashed,
+    given,
+)
 from xformer.finetune import TrainConfig, lora
 
 RATES = {True: 5e-4, False: 5e-5}  # learning rates, with and without LoRA
@@ -125,6 +133,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     out = "a new folder (default: runs/finetuned, -2, -3, ...)"
     add("--out", metavar="DIR", type=nonempty, help=out)
     add_shared(add, "--resume")
+    add_shared(add, "--auto-resume")
     add_config(add)
     add_shared(add, "--resume-step")
     add_shared(add, "--checkpoint-every", "100")
@@ -139,8 +148,9 @@ def settled(args: argparse.Namespace, every: int) -> argparse.Namespace:
     """
     if args.resume is not None and args.config is not None:
         raise ValueError("--config starts a new run: it excludes --resume, which has its options")
+    args = begun_or_new(args)
     before, specified = OPTIONS.resumed(args), given(args)
-    values = DEFAULTS | {"resume": None, "resume_step": None, "out": None} | before | specified
+    values = DEFAULTS | NO_RUN | before | specified
     options = argparse.Namespace(**values)
     for name in ("model", "data"):
         if getattr(options, name) is None:

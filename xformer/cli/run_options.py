@@ -46,6 +46,11 @@ SHARED: dict[str, dict[str, Any]] = {
         "metavar": "STEP",
         "help": "with --resume: resume from the checkpoint of this step",
     },
+    "--auto-resume": {
+        "action": "store_true",
+        "default": None,
+        "help": "with --out: resume the run in this folder if there is one, otherwise start it",
+    },
     "--checkpoint-every": {"type": int, "metavar": "STEPS", "help": "steps between checkpoints"},
     "--keep-checkpoints": {
         "type": int,
@@ -53,6 +58,8 @@ SHARED: dict[str, dict[str, Any]] = {
         "help": "keep the last N checkpoints and the best one",
     },
 }
+# Options that name the run, if they are not given.
+NO_RUN = {"resume": None, "resume_step": None, "auto_resume": False, "out": None}
 ENDS = ("steps", "patience")  # options that end a run; they may differ when it is resumed
 ABOUT_ENDS = tuple(f"training.{name}" for name in ENDS)  # in a run's `about`
 # Fields of `TrainConfig` whose options have other names.
@@ -66,6 +73,25 @@ def add_shared(add: Callable[..., Any], name: str, default: str | None = None) -
     if default is not None:
         text = f"{text} (default: {default})" if text else f"default: {default}"
     add(name, **SHARED[name] | {"help": text})
+
+
+def begun_or_new(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of --auto-resume: with --resume if there is a run in the folder of --out.
+
+    ValueError without --out, and with --resume.
+    """
+    if not args.auto_resume:
+        return args
+    if args.resume is not None:
+        raise ValueError("--auto-resume excludes --resume: name the folder with --out")
+    if args.out is None:
+        raise ValueError("--auto-resume needs --out, the folder of the run")
+    if not Path(args.out, RUN).is_file():
+        return args
+    resumed = vars(args) | {"resume": args.out, "out": None}
+    if resumed.get("origin") is not None:
+        resumed["origin"] = str(Path(args.origin).absolute())  # as it is stored
+    return argparse.Namespace(**resumed)
 
 
 class Stored(NamedTuple):

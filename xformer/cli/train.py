@@ -22,14 +22,16 @@ from xformer.cli.generate import write
 from xformer.cli.models import kernels_of, opened
 from xformer.cli.progress import EVERY, WIDTH, Bar
 from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
+from xformer.cli.together import description, together
 from xformer.cli.train_job import Job, job_of
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
 from xformer.initializers import fixup
 from xformer.showing import size
 from xformer.training import Run, State, Step, dashboard, evaluate, interruptible, start, train
-from xformer.training.loop import is_stale
-from xformer.training.run import RUN, checkpoints
+from xformer.training.loop import is_stale, require_shares
+from xformer.training.run import RUN, checkpoints, require_alike
+from xformer.world import World
 
 # Of textwrap. Paths stay whole.
 WRAPPED: Any = {
@@ -49,14 +51,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, save the best model, and print a sample of it."""
-    options = train_options.settled(args)
-    with kernels_of(options.backend):  # a resumed run has stored its backend
-        return _run(options)
+    with together() as world:
+        options = train_options.settled(args)
+        with kernels_of(options.backend):  # a resumed run has stored its backend
+            return _run(options, world)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, world: World) -> int:
     job = job_of(options)
-    folder = Path(options.resume) if options.resume else new_folder(options.out)
     about = {
         "model": train_from.about_of(job.model),
         "training": dataclasses.asdict(job.config),
@@ -66,45 +68,52 @@ def _run(options: argparse.Namespace) -> int:
             "validation": job.validation.fingerprint(),
         },
     }
+    require_shares(job.config, world, job.loss)
+    require_alike(world, job.backend, about)
+    folder = folder_of(options, world)
     noted: dict[str, Any] = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
     noted["notes"] = train_options.OPTIONS.kept(options)
     noted["free"] = ABOUT_ENDS
-    with Run(folder, job.backend, about, model=job.model, **noted) as run:
-        train_from.save_vocabulary(job.corpus.vocabulary, options, folder)
+    with Run(folder, job.backend, about, model=job.model, world=world, **noted) as run:
+        words = job.corpus.vocabulary
+        world.first(lambda: train_from.save_vocabulary(words, options, folder))
         # The first state gets no name, or it would stay in memory until training ends.
         state = _train(job, run, _begun(job, run, options), options)
-    _conclude(job, state, folder, options)
+    if world.rank == 0:
+        _conclude(job, state, folder, options)
     return 0
 
 
 def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
     """The state to start or resume from. Prints the data, the model and the device."""
-    if options.origin is None or checkpoints(run.folder):
+    world = run.world
+    if options.origin is None or world.first(lambda: bool(checkpoints(run.folder))):
         params = job.model.init_from(job.backend.generator(options.seed, options.dtype))
         if options.init == "fixup":
             params = fixup(params, n_branches=2 * job.model.n_layers)
     else:
         params = train_from.first_params(options)
     state = run.begin(start(params, job.config, loss=job.loss), options.resume_step)
-    config_file.write(run.folder, "train", train_options.by_long_name(run.notes))
-    _introduce(job, state, options)
+    long_names = train_options.by_long_name(run.notes)
+    world.first(lambda: config_file.write(run.folder, "train", long_names))
+    _introduce(job, state, options, world)
     if options.origin is not None and not state.step:
         run.save(state)  # from now on the run does not need the folder of --from
-        loss = _measured(job, state)
+        loss = _measured(job, state, world)
         print(f"validation loss {loss:.3f} nats per {job.unit} before training")
         print(_in_other_units(loss, job.unit), flush=True)
     return state
 
 
-def _measured(job: Job, state: State) -> float:
+def _measured(job: Job, state: State, world: World) -> float:
     with job.backend.active():
         weights = job.backend.cast_params(state.averaged, job.config.precision)
-    mean_loss = evaluate(job.loss, weights, job.held_out, job.backend)
+    mean_loss = evaluate(job.loss, weights, job.held_out, job.backend, world=world)
     assert mean_loss is not None  # there are --validate-batches of them, at least one
     return mean_loss
 
 
-def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
+def _introduce(job: Job, state: State, options: argparse.Namespace, world: World) -> None:
     unit = job.unit
     counts = [len(part) for part in job.corpus[:2]]
     sizes = [size(n) if unit == "byte" else f"{n:,} {unit}s" for n in counts]
@@ -114,7 +123,7 @@ def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
     name = train_from.name_of(job.model)
     which = f"preset {options.preset}" if options.origin is None else f"from {options.origin}"
     print(f"model: {name}, {which}, {n_params:,} parameters")
-    print(f"on {job.backend.describe()}")
+    print(f"on {job.backend.describe()}{description(world)}")
     print(f"loss of a unigram model: {job.baseline:.3f} nats per {unit}", flush=True)
     if state.step:
         print(f"resuming after step {state.step}", flush=True)
@@ -122,7 +131,7 @@ def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
 
 def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> State:
     """Train and return the last state. Ctrl-C ends training early."""
-    n_steps = job.config.steps
+    n_steps, is_first = job.config.steps, run.world.rank == 0
     if state.step == n_steps or is_stale(state, job.config):
         return state
     in_lines = not sys.stderr.isatty()
@@ -131,10 +140,10 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
     with (
         _reporting(run, options) as report,
         closing(Bar(n_steps, state.step, f"{state.step}/{n_steps}", disable=in_lines)) as bar,
-        interruptible(STOPPING) as stopping,
+        interruptible(STOPPING if is_first else "") as stopping,
     ):
         settings: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
-        settings["compiled"] = options.compile
+        settings |= {"compiled": options.compile, "world": run.world}
         steps = train(job.loss, state, job.source, job.config, job.backend, donate=True, **settings)
         for step in run.record(steps, stopping):
             state = step.state
@@ -145,12 +154,13 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
                 print(_line(step, n_steps, last), flush=True)
                 printed_at = step.seconds
             bar.show(step.step, f"{step.step}/{n_steps}", _parts(step, n_steps, last))
-            if options.sample_every is not None and step.step % options.sample_every == 0:
+            samples = is_first and options.sample_every is not None
+            if samples and step.step % options.sample_every == 0:
                 with tqdm.external_write_mode():
                     print(f"--- step {step.step}")
                     _sample(job, state.averaged, max_new_tokens=100)
     if state.step < n_steps:
-        why = "stopped early" if stopping() else "validation has not improved"
+        why = "validation has not improved" if is_stale(state, job.config) else "stopped early"
         print(f"{why}, after step {state.step}", file=sys.stderr)
     return state
 
@@ -159,7 +169,7 @@ def _reporting(
     run: Run, options: argparse.Namespace
 ) -> AbstractContextManager[Callable[[Step], None]]:
     """A context of a function that shows a step on the dashboard of --log-to."""
-    if options.log_to == "none":
+    if options.log_to == "none" or run.world.rank:
         return nullcontext(lambda step: None)
     notes = train_options.by_long_name(run.notes)
     again = options.resume_step is not None
@@ -235,6 +245,19 @@ def _sample(job: Job, params: Any, max_new_tokens: int) -> None:
         ),
         job.prompt,
     )
+
+
+def folder_of(options: argparse.Namespace, world: World, name: str = "gpt") -> Path:
+    """The folder of the run: of --resume, else a new one, which process 0 makes (`new_folder`).
+
+    The folder of --auto-resume may exist: `Run` refuses one with other files.
+    """
+    if options.resume:
+        return Path(options.resume)
+    if options.auto_resume:
+        return Path(options.out)
+    made: Path = world.first(lambda: new_folder(options.out, name))
+    return made
 
 
 def new_folder(out: str | None, name: str = "gpt") -> Path:

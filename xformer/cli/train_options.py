@@ -13,7 +13,15 @@ from xformer.cli import train_from
 from xformer.cli.config_file import add_config
 from xformer.cli.parser import Parser
 from xformer.cli.paths import BACKEND, DEVICE, nonempty
-from xformer.cli.run_options import Stored, add_shared, by_option, dashed, given
+from xformer.cli.run_options import (
+    NO_RUN,
+    Stored,
+    add_shared,
+    begun_or_new,
+    by_option,
+    dashed,
+    given,
+)
 from xformer.cli.summary import Row, table
 from xformer.generation import Bytes
 from xformer.layers.block import NORMS
@@ -233,6 +241,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="a new folder (default: runs/gpt, runs/gpt-2, ...)",
     )
     add_shared(add, "--resume")
+    add_shared(add, "--auto-resume")
     add_config(add)
     start = "start from this model: a run, or a Hugging Face folder"
     add("--from", dest="origin", metavar="FOLDER", type=nonempty, help=start)
@@ -254,10 +263,11 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError("--config starts a new run: it excludes --resume, which has its options")
     if args.resume is not None and args.origin is not None:
         raise ValueError("--from starts a new run: it excludes --resume")
+    args = begun_or_new(args)
     before, specified = OPTIONS.resumed(args), given(args)
-    if args.origin is not None:
+    if args.origin is not None and args.resume is None:
         before = _of_origin(args.origin, specified)
-    options = DEFAULTS | {"resume": None, "resume_step": None, "out": None} | before | specified
+    options = DEFAULTS | NO_RUN | before | specified
     sizes = PRESETS[options["preset"]]._asdict()
     options = sizes | options
     if options["precision"] is not None and options["dtype"] != "float32":

@@ -16,6 +16,7 @@ from xformer.finetune.pairs import Contrastive
 from xformer.finetune.saving import clear, save
 from xformer.training import Batch, Rows, Run, State, Step, TrainConfig
 from xformer.training.state import digest
+from xformer.world import World
 
 
 @renamed.arguments(place="backend")
@@ -28,6 +29,7 @@ def train(
     held_out: Sequence[Example] = (),
     *,
     donate: bool = False,
+    world: World | None = None,
 ) -> Iterator[Step]:
     """Yield the steps of `training.train` on a task's examples. Frozen parameters do not change.
 
@@ -39,6 +41,7 @@ def train(
         returned (`finetune.run`). Training is then the same as if it had never been stopped.
     held_out: examples to validate on, every config.eval_every steps and after the last step
     donate: the next step may overwrite the arrays of a state; the first step, the arrays of params
+    world: the processes that train together, as in `training.train`; None: this one alone
     ValueError if all parameters are frozen or there are too few examples. Diverged if the loss or a
     gradient is not finite, or the loss has grown too much.
     """
@@ -46,7 +49,7 @@ def train(
     batches: list[Batch] = []
     if held_out:
         batches += _source("train", task, held_out, config).held_out()
-    options: Any = {"held_out": batches, "donate": donate}
+    options: Any = {"held_out": batches, "donate": donate, "world": world}
     state = params if isinstance(params, State) else training.start(params, config)
     return training.train(TaskLoss(task), state, source, config, backend, **options)
 
@@ -75,18 +78,36 @@ def run(
 
     params: all parameters before the first step, also if the run is resumed
     base: the folder of the original model, for `save`
-    options: of `Run`: every, keep, notes, free
+    options: of `Run`: every, keep, notes, free, world
 
     ValueError for a model without hf_config, and if there are too few examples. A run can only be
     resumed with the same model, parameters, adapters, task, config and examples; otherwise entering
     it raises ValueError, which names the differences.
     """
+    about = about_of(task, params, examples, config, backend, held_out)
+
+    def write(params: Any) -> None:
+        clear(Path(folder))
+        save(task.model, params, folder, tokenizer=task.tokenizer, base=base)
+
+    return Run(folder, backend, about, write_model=write, **options)
+
+
+def about_of(
+    task: Task,
+    params: Any,
+    examples: Sequence[Example],
+    config: TrainConfig,
+    backend: Backend,
+    held_out: Sequence[Example] = (),
+) -> dict[str, Any]:
+    """What a run stores of its model, task, configuration and data. Arguments as of `run`."""
     source = getattr(task.model, "hf_config", None)
     if source is None:
         raise ValueError("run: the model must be a pretrained one, with an hf_config")
     kept = ("model", "tokenizer")  # fields of all tasks; what the tokenizer does is in the examples
     fields = [field.name for field in dataclasses.fields(task) if field.name not in kept]
-    about = {
+    return {
         "model": {
             "name": type(task.model).__name__,
             "source": dict(source),
@@ -104,12 +125,6 @@ def run(
         },
     }
 
-    def write(params: Any) -> None:
-        clear(Path(folder))
-        save(task.model, params, folder, tokenizer=task.tokenizer, base=base)
-
-    return Run(folder, backend, about, write_model=write, **options)
-
 
 @renamed.arguments(place="backend")
 def evaluate(
@@ -121,11 +136,13 @@ def evaluate(
     batch_size: int = 8,
     seed: int = 0,
     progress: Callable[[int], Any] | None = None,
+    world: World | None = None,
 ) -> float:
     """The mean loss in nats over the targets of all examples, without dropout.
 
     seed: of masked tokens
     progress: called with the number of examples after each batch
+    world: processes that share the batches, and get the same bits as one process
     ValueError if there are too few examples.
     """
     if not examples:
@@ -133,7 +150,7 @@ def evaluate(
     _require_pairs("evaluate", task, min(batch_size, len(examples)))
     batches = Rows(examples, batch_size, task.batch, seed).held_out()
     watched = batches if progress is None else _counted(batches, progress)
-    mean_loss = training.evaluate(TaskLoss(task), params, watched, backend)
+    mean_loss = training.evaluate(TaskLoss(task), params, watched, backend, world=world)
     assert mean_loss is not None  # every example has a target
     return mean_loss
 

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 
 from xformer import tree
 from xformer.optim._checks import in_dtype
+from xformer.pairwise import PairwiseSum
 from xformer.typing import Array, Tree
 
 
@@ -25,14 +26,20 @@ def accumulate(
     more weight to the tokens of micro-batches with few targets. Auxiliary losses, such as router
     losses, get the same weights. A contrastive loss has negatives from one micro-batch only.
 
+    Gradients are added pairwise, as in `PairwiseSum`: several processes that share the
+    micro-batches get the same bits. Up to log2(n) + 1 trees of gradients are in memory.
+
     ValueError if there are no targets.
     """
     return weighted(loss, params, shares(micro_batches))
 
 
-def shares(micro_batches: Sequence[Any]) -> list[float]:
-    """The fraction of all targets in each micro-batch. ValueError if there are no targets."""
-    total = sum(batch.n_targets for batch in micro_batches)
+def shares(micro_batches: Sequence[Any], n_targets: int | None = None) -> list[float]:
+    """The fraction of all targets in each micro-batch. ValueError if there are no targets.
+
+    n_targets: of the micro-batches of all processes; None: of these micro-batches
+    """
+    total = sum(batch.n_targets for batch in micro_batches) if n_targets is None else n_targets
     if total < 1:
         raise ValueError(
             f"accumulate: there must be at least one target, got {total} in "
@@ -44,19 +51,19 @@ def shares(micro_batches: Sequence[Any]) -> list[float]:
 def weighted(
     loss: Callable[[Any, int], tuple[Array, Any]], params: Any, shares: Sequence[Any]
 ) -> tuple[Array, Any]:
-    """The loss and the gradients, each a weighted sum over micro-batches.
+    """The loss and the gradients, each a weighted sum over micro-batches, added pairwise.
 
     loss: as for `accumulate`.
     shares: the weight of each micro-batch, a number or an array () on the device.
     """
-    mean: Any = None
-    grads: Any = None
+    total = PairwiseSum(lambda a, b: tree.map(lambda x, y: x + y, a, b))
     for i, raw_share in enumerate(shares):
         value, cache = loss(params, i)
         share = in_dtype(raw_share, value)
         plain = isinstance(share, float)
-        more = cache.backward(array_namespace(value).full_like(value, share) if plain else share)
+        grads = cache.backward(array_namespace(value).full_like(value, share) if plain else share)
         del cache  # frees its memory before the next forward
-        mean = value * share if mean is None else mean + value * share
-        grads = more if grads is None else tree.map(lambda a, b: a + b, grads, more)
+        total.add((value * share, grads))
+        del grads
+    mean, grads = total.total()
     return mean, grads

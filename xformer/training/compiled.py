@@ -17,12 +17,15 @@ from xformer.training.config import TrainConfig
 from xformer.training.loss import ArrayLoss, Loss, SegmentLoss
 from xformer.training.state import State
 from xformer.typing import Array
+from xformer.world import World
 
 Reduce = Callable[[Array], Array]  # of `optim.reduced`
 
 
-def why_not_compiled(loss: Loss, config: TrainConfig, backend: Backend) -> str | None:
+def why_not_compiled(loss: Loss, config: TrainConfig, backend: Backend, world: World) -> str | None:
     """The reason why steps cannot be compiled; None if they can."""
+    if world.size > 1:
+        return f"the {world.size} processes add their gradients within the step"
     if config.precision == "float16":
         return "the loss scale of float16 depends on the gradients of the step"
     if isinstance(loss, SegmentLoss):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
@@ -17,6 +18,7 @@ from xformer.backends import Backend
 from xformer.compiling import Forward
 from xformer.generation.prefix import backend_of_params
 from xformer.optim import LossScale, Optimiser, Schedule
+from xformer.optim.accumulate import shares, weighted
 from xformer.optim.loss_scale import Scaled
 from xformer.training.batch import Batch
 from xformer.training.compiled import CompiledSteps, Reduce, why_not_compiled
@@ -25,6 +27,7 @@ from xformer.training.diverged import Diverged, is_finite, require_sound
 from xformer.training.loss import ArrayLoss, Loss, SegmentLoss
 from xformer.training.state import State
 from xformer.typing import Array
+from xformer.world import Alone, World
 
 KEPT = 8  # losses whose programs are kept
 MEMORY = 0.95  # decay of the running mean of losses: about twenty steps
@@ -101,6 +104,7 @@ def train(
     deterministic: bool = False,
     compiled: bool | None = None,
     reduce: Reduce | None = None,
+    world: World | None = None,
 ) -> Iterator[Step]:
     """Yield a `Step` after each training step. A generator: each `next` runs one step.
 
@@ -124,12 +128,16 @@ def train(
     deterministic: the same bits on every device (`Backend.deterministic`), which may be slower
     compiled: compile the step (`xformer.compile`). True: a RuntimeWarning says why if it is not
         possible; it needs donate. None: compiled if numba's kernels run in float32, states are
-        donated and reduce is None.
-    reduce: for data-parallel training, a function that averages gradients over processes, called
-        once a step (`optim.reduced`). Each process has its own batches, of equally many targets,
-        and the same first state. The norm is then the norm of the mean gradient; loss and tokens
-        are counted for the process alone. A process may raise Diverged alone: end the others with
-        it, as `python -m mpi4py` does.
+        donated, reduce is None and the process is alone.
+    world: the processes that train together (`xformer.world`); None: this one alone. Each has the
+        same arguments and computes the same number of whole batches of each step. The steps are
+        those of one process: bit for bit if config.accumulate / world.size is a power of two and
+        each process has as many threads, otherwise up to rounding. All processes yield the same
+        steps, except for seconds and memory.
+    reduce: instead of world, for an engine of your own: a function that averages gradients over
+        processes, called once a step (`optim.reduced`). Each process has its own batches, of
+        equally many targets, the same first state, and for dropout its own config.seed. Loss and
+        tokens are those of the process alone, which may raise Diverged alone.
 
     With config.accumulate, a step has the gradients of one large batch, up to rounding; but each
     batch has its own dropout masks. With config.precision, weights are rounded once a step, and the
@@ -137,8 +145,13 @@ def train(
     and a lower loss scale.
 
     Diverged if the loss or a gradient is not finite, or the loss has grown too much. ValueError for
-    compiled without donate, and for a loss with a segment memory if the state has none.
+    compiled without donate, for a loss with a segment memory if the state has none, and if the
+    processes cannot share the batches of a step (`require_shares`).
     """
+    world = world or Alone()
+    require_shares(config, world, loss)
+    if reduce is not None and world.size > 1:
+        raise ValueError("train: world and reduce exclude each other")
     if isinstance(loss, SegmentLoss) != (state.memory is not None):
         raise ValueError(
             "train: a loss with a segment memory and a state with one need each other: "
@@ -151,9 +164,10 @@ def train(
         raise ValueError("train: compiled steps write over their states: they need donate=True")
     calls = None
     dtypes = {leaf.dtype for leaf in tree.flatten(tree.trained(state.params)).values()}
-    is_default = donate and reduce is None and all(map(backend.records, dtypes))
+    is_default = donate and reduce is None and world.size == 1
+    is_default = is_default and all(map(backend.records, dtypes))
     if is_default if compiled is None else compiled:
-        why = why_not_compiled(loss, config, backend)
+        why = why_not_compiled(loss, config, backend, world)
         if why is None:
             calls = CompiledSteps(loss, config, backend, optimiser, reduce)
         elif compiled:
@@ -166,7 +180,7 @@ def train(
         lr = schedule(state.step + 1)
         with backend.active(), backend.deterministic() if deterministic else nullcontext():
             if calls is None:
-                args = source, config, backend, optimiser, lr, donate, reduce
+                args = source, config, backend, optimiser, lr, donate, reduce, world
                 state, value, norm = _step(loss, state, *args)
             else:
                 state, value, norm = _compiled(calls, state, source, config, lr)
@@ -174,7 +188,8 @@ def train(
         if state.step % config.eval_every == 0 or state.step == config.steps:
             with backend.active():
                 weights = backend.cast_params(state.averaged, config.precision)
-            validation = evaluate(loss, weights, held_out, backend, compiled=compiled)
+            options: Any = {"compiled": compiled, "world": world}
+            validation = evaluate(loss, weights, held_out, backend, **options)
             del weights
             state = _judged(state, validation)
         state = state._replace(seconds=time.perf_counter() - begun)
@@ -192,6 +207,7 @@ def evaluate(
     backend: Backend,
     *,
     compiled: bool | None = None,
+    world: World | None = None,
 ) -> float | None:
     """The mean loss in nats over the targets of all batches, without dropout; None without batches.
 
@@ -199,9 +215,17 @@ def evaluate(
 
     compiled: False: not compiled; otherwise compiled if the backend records programs
         (`Backend.records`)
+    world: processes that share the batches, and get the same bits as one process. ValueError for a
+        loss with a segment memory, whose batches cannot be shared.
     """
-    total, count, memory = 0.0, 0, None
-    for batch in batches:
+    world = world or Alone()
+    _require_independent("evaluate", loss, world)
+    sums: list[float] = []  # of the losses of the targets of this process's batches
+    count, memory = 0, None
+    for i, batch in enumerate(batches):
+        count += batch.n_targets
+        if i % world.size != world.rank:
+            continue
         with backend.active(), inference():
             if isinstance(loss, SegmentLoss):
                 mean, _, memory = loss.after(memory, params, batch, backend)
@@ -210,9 +234,41 @@ def evaluate(
                 mean = _forward(loss)(params, inputs)
             else:
                 mean, _ = loss(params, batch, backend)
-            total += float(backend.to_numpy(mean)) * batch.n_targets
-        count += batch.n_targets
+            sums.append(float(backend.to_numpy(mean)) * batch.n_targets)
+    of_all = itertools.zip_longest(*world.gather(sums))  # in the order of the batches
+    total = 0.0
+    for x in itertools.chain.from_iterable(of_all):
+        total += 0.0 if x is None else x  # not sum(), whose rounding differs with Python's version
     return total / count if count else None
+
+
+def require_shares(config: TrainConfig, world: World, loss: Loss | None = None) -> None:
+    """ValueError unless the processes of `world` can share the batches of a step.
+
+    Each takes the same number of whole batches. A loss with a segment memory reads each batch after
+    the one before, which cannot be shared.
+    """
+    _require_independent("train", loss, world)
+    if config.accumulate % world.size == 0:
+        return
+    hint = f"the number of batches a step must be a multiple of {world.size}"
+    each, rest = divmod(config.batch_size * config.accumulate, world.size)
+    if rest == 0:
+        hint = f"{world.size} batches of {each} are the same step (batch {each}, accumulate "
+        hint += f"{world.size})"
+    batches = "1 batch" if config.accumulate == 1 else f"{config.accumulate} batches"
+    raise ValueError(
+        f"train: {batches} a step cannot be shared by {world.size} processes, which take whole "
+        f"batches: {hint}"
+    )
+
+
+def _require_independent(what: str, loss: Loss | None, world: World) -> None:
+    if isinstance(loss, SegmentLoss) and world.size > 1:
+        raise ValueError(
+            f"{what}: {world.size} processes cannot share the batches of a model with a segment "
+            "memory: each batch is read after the one before"
+        )
 
 
 @lru_cache(KEPT)
@@ -240,9 +296,10 @@ def _step(
     lr: float,
     donate: bool,
     reduce: Reduce | None,
+    world: World,
 ) -> tuple[State, float, float]:
     """The state after a step, its loss and its gradient norm. Diverged if training diverged."""
-    state, value, grads = _gradients(loss, state, source, config, backend, reduce)
+    state, value, grads = _gradients(loss, state, source, config, backend, reduce, world)
     clip = math.inf if config.clip is None else config.clip
     clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=donate)
 
@@ -291,6 +348,7 @@ def _gradients(
     config: TrainConfig,
     backend: Backend,
     reduce: Reduce | None,
+    world: World,
 ) -> tuple[State, Array, Any]:
     """The state after the batches of a step, their loss and its gradients.
 
@@ -298,7 +356,7 @@ def _gradients(
     """
     weights = backend.cast_params(state.params, config.precision)
     while True:
-        state, value, grads = _accumulated(loss, state, weights, source, config, backend)
+        state, value, grads = _accumulated(loss, state, weights, source, config, backend, world)
         if reduce is not None:  # before the test of finite gradients, so that all processes agree
             grads = optim.reduced(grads, reduce)
         if state.loss_scale is None:
@@ -316,11 +374,24 @@ def _gradients(
 
 
 def _accumulated(
-    loss: Loss, state: State, weights: Any, source: Batches, config: TrainConfig, backend: Backend
+    loss: Loss,
+    state: State,
+    weights: Any,
+    source: Batches,
+    config: TrainConfig,
+    backend: Backend,
+    world: World,
 ) -> tuple[State, Array, Any]:
-    """The state after the next batches, their loss, and its gradients times the loss scale."""
+    """The state after the next batches, their loss, and its gradients times the loss scale.
+
+    Loss and gradients are those of the batches of all processes.
+    """
+    n = config.accumulate // world.size
     numbers = range(state.batches, state.batches + config.accumulate)
+    numbers = numbers[world.rank * n : (world.rank + 1) * n]  # of this process
     batches = [source.batch(number) for number in numbers]
+    counts = (sum(batch.n_targets for batch in batches), sum(batch.n_tokens for batch in batches))
+    n_targets, n_tokens = world.sums(*counts)
     scale, memory = state.loss_scale, state.memory
 
     def one(params: Any, i: int) -> tuple[Array, Any]:
@@ -333,9 +404,11 @@ def _accumulated(
             value, cache = loss(params, batches[i], backend, key)
         return value, cache if scale is None else Scaled(cache, scale.scale)
 
-    value, grads = optim.accumulate(one, weights, batches)
-    tokens = state.tokens + sum(batch.n_tokens for batch in batches)
-    state = state._replace(batches=numbers.stop, tokens=tokens, memory=memory)
+    value, grads = weighted(one, weights, shares(batches, n_targets))
+    if world.size > 1:
+        value, grads = optim.reduced((value, grads), world.all_reduce)
+    after = state.batches + config.accumulate
+    state = state._replace(batches=after, tokens=state.tokens + n_tokens, memory=memory)
     return state, value, grads
 
 

@@ -13,16 +13,19 @@ events.out.tfevents.*, wandb/            of `dashboard`
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import platform
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from xformer import __version__, backends, pretrained, renamed, tree
 from xformer.backends import Backend
@@ -40,11 +43,14 @@ from xformer.training.state import (
     State,
     differences,
     digest,
+    is_number,
+    parts,
     read_state,
     require_same,
     require_state,
     write_state,
 )
+from xformer.world import Alone, World
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 FORMAT = "xformer-run-1"
@@ -67,6 +73,9 @@ class Run:
     notes: more JSON for run.json
     free: dotted names of values in `about` that may differ, such as "training.steps". If one does,
         `begin` writes `about` and `notes` to run.json again.
+    world: the processes that train together (`train`). All of them open, begin and record the run.
+        Process 0 alone reads and writes the folder; a run may be resumed with another number of
+        processes.
 
     Checkpoints have the trained parameters and a SHA-256 of the frozen ones, which `begin` takes
     from its argument.
@@ -86,11 +95,13 @@ class Run:
         keep: int = 2,
         notes: Any = None,
         free: Collection[str] = (),
+        world: World | None = None,
     ) -> None:
         every, keep = require_sizes("Run", 1, every=every, keep=keep)
         self.folder, self.backend, self.about, self.model = Path(folder), backend, about, model
         self.every, self.keep, self.notes, self.free = every, keep, notes, free
         self.write_model = write_model
+        self.world = world or Alone()
         self._open = ExitStack()
         self._saved = -1  # the step of the newest checkpoint
         self._left: State | None = None  # the state after the last step, until it is saved
@@ -99,9 +110,15 @@ class Run:
     def __enter__(self) -> Run:
         """Make and lock the folder.
 
-        BlockingIOError if another process trains in it, ValueError if it has another run,
-        FileExistsError if it has other files.
+        BlockingIOError if another run trains in it, ValueError if it has another run,
+        FileExistsError if it has other files. ValueError if the processes of world differ in
+        `about`, in `every` or in versions; then nothing is written.
         """
+        require_alike(self.world, self.backend, {"every": self.every, **self.about})
+        self.world.first(self._enter)
+        return self
+
+    def _enter(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         require_ours(self.folder)
         with ExitStack() as stack:
@@ -117,7 +134,6 @@ class Run:
                     for path in folder.glob(name):
                         path.unlink()
             self._open = stack.pop_all()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Save the last step, unless there was an error, and unlock the folder."""
@@ -142,6 +158,12 @@ class Run:
         for training. TypeError or ValueError for a leaf of `start` that a checkpoint cannot store.
         """
         require_state("begin", start, self.backend)
+        if self.world.size == 1:
+            return self._begin(start, at)
+        sent = self.world.first(lambda: _moved(self._begin(start, at), self.backend.to_numpy))
+        return _moved(sent, self.backend.asarray)
+
+    def _begin(self, start: State, at: int | None) -> State:
         by_step = checkpoints(self.folder)
         if at is not None and at not in by_step:
             have = ", ".join(map(str, by_step)) or "none"
@@ -174,36 +196,55 @@ class Run:
     ) -> Iterator[Step]:
         """Yield the steps. Each is logged first; checkpoints are saved between and at the end.
 
-        stop: called after each step; True ends training. After a `break`, the last step is saved
-            when the run is closed.
+        stop: called after each step; True, in any process, ends training. After a `break`, the last
+            step is saved when the run is closed.
 
         Diverged and OSError get a note that names the last good checkpoint.
         """
         with self._explained():
-            with (self.folder / LOG).open("ab", buffering=0) as log:
+            with self._log() as log:
                 for step in steps:
-                    append(log, line_of(step))
+                    if log is not None:
+                        append(log, line_of(step))
                     self._left = step.state
                     if step.step % self.every == 0 or step.state.best_step == step.step:
                         self._finish()
                     yield step
-                    if stop():
+                    if any(self.world.sums(stop())):
                         break
             self._finish()
 
     def save(self, state: State) -> None:
         """Save a checkpoint of `state`, unless it exists, and remove old ones.
 
-        The saved model is the best validated one; before the first validation, the newest.
+        The saved model is the best validated one; before the first validation, the newest. All
+        processes of world call it with the same state; RuntimeError if their parameters differ.
         """
         if self._saved == state.step:
             return
         require_state("save", state, self.backend)  # before the model is written
+        self._require_equal(state)
+        self.world.first(lambda: self._save(state))
+        self._saved = state.step
+
+    def _require_equal(self, state: State) -> None:
+        """RuntimeError, in all processes, if the parameters of one are not those of process 0."""
+        if self.world.size == 1:
+            return
+        trained = tree.flatten(tree.trained(state.params))
+        digests = self.world.gather(digest(trained, self.backend))
+        differ = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
+        if differ:
+            raise RuntimeError(
+                f"after step {state.step}, the parameters of process {', '.join(differ)} are not "
+                "those of process 0: all need the same kind of processor and the same libraries"
+            )
+
+    def _save(self, state: State) -> None:
         if self._saves_model and state.best_step in (0, state.step):
             # First, so that it is never older than a checkpoint that says it is the best.
             self._write_model(state.averaged, self.backend)
         self._write(state)
-        self._saved = state.step
         self._prune(state)
 
     def space_needed(self, state: State) -> int:
@@ -218,10 +259,17 @@ class Run:
         """Save the state after the last step."""
         if self._left is None:
             return
-        with (self.folder / LOG).open("ab") as log:
-            os.fsync(log.fileno())  # so that the log has all steps of a checkpoint
+        with self._log() as log:
+            if log is not None:
+                os.fsync(log.fileno())  # so that the log has all steps of a checkpoint
         self.save(self._left)
         self._left = None
+
+    def _log(self) -> AbstractContextManager[io.FileIO | None]:
+        """The log, open for appending, in process 0; None in the others."""
+        if self.world.rank:
+            return nullcontext()
+        return (self.folder / LOG).open("ab", buffering=0)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -342,6 +390,25 @@ class Run:
         return f"the last good checkpoint is {by_step[max(by_step)]}"
 
 
+def require_alike(world: World, backend: Backend, about: Any) -> None:
+    """ValueError, in all processes, if one differs from process 0 in `about` or in versions.
+
+    about: nested JSON that describes the model, the configuration and the data
+    """
+    versions = {"xformer": __version__, "python": platform.python_version()}
+    versions |= {"numpy": np.__version__, backend.name: backend.version}
+    mine = {"host": world.host, "about": {"versions": versions, **about}}
+    first, *others = world.gather(mine)
+    for rank, other in enumerate(others, start=1):
+        for name in differences(first["about"], other["about"])[:1]:
+            values = (dict(parts(each["about"])).get(name) for each in (other, first))
+            raise ValueError(
+                "the processes differ: {} is {} in process {} on {}, {} in process 0 on {}".format(
+                    name, *map(json.dumps, values), rank, other["host"], first["host"]
+                )
+            )
+
+
 def require_ours(folder: Path) -> None:
     """FileExistsError unless a folder is empty or has a run, perhaps one just started."""
     if (folder / RUN).is_file():
@@ -370,6 +437,11 @@ def checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
     paths = Path(folder, CHECKPOINTS).glob("step-*.safetensors")
     named = {path.stem.removeprefix("step-"): path for path in paths}
     return {int(n): named[n] for n in sorted(filter(str.isdecimal, named), key=int)}
+
+
+def _moved(state: State, move: Callable[[Any], Any]) -> State:
+    """The state with `move(leaf)` for each array."""
+    return tree.map(lambda leaf: leaf if is_number(leaf) else move(leaf), state)
 
 
 def _without_frozen(state: State) -> State:

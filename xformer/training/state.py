@@ -159,7 +159,7 @@ def require_same(path: Path, stored: Any, current: Any, free: Collection[str] = 
 
     free: dotted names of values that may differ
     """
-    old, new = dict(_parts(stored)), dict(_parts(current))
+    old, new = dict(parts(stored)), dict(parts(current))
     differ = [
         f"{name} is {_shown(old, name)} there, {_shown(new, name)} here"
         for name in differences(stored, current)
@@ -170,7 +170,7 @@ def require_same(path: Path, stored: Any, current: Any, free: Collection[str] = 
 
 def differences(stored: Any, current: Any) -> list[str]:
     """The dotted names of the values in which two nested JSON objects differ."""
-    old, new = dict(_parts(stored)), dict(_parts(current))
+    old, new = dict(parts(stored)), dict(parts(current))
     return [
         name
         for name in [*old, *(name for name in new if name not in old)]
@@ -196,11 +196,12 @@ def _digest(arrays: Mapping[str, np.ndarray], words: str = "") -> str:
 def _parted(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The numbers of a tree and its other leaves, each by name."""
     leaves = {name: tree.value(leaf) for name, leaf in tree.flatten(state).items()}
-    numbers = {name: leaf for name, leaf in leaves.items() if _is_number(leaf)}
+    numbers = {name: leaf for name, leaf in leaves.items() if is_number(leaf)}
     return numbers, {name: leaf for name, leaf in leaves.items() if name not in numbers}
 
 
-def _is_number(leaf: Any) -> bool:
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf of a state is a Python number, not an array."""
     return type(leaf) in (bool, int, float)  # exactly: NumPy's scalars are arrays
 
 
@@ -212,16 +213,16 @@ def _kind(leaf: Any) -> str:
     """The type of a leaf: dtype and shape of an array. Two leaves must agree in it."""
     if leaf is None:
         return "absent"
-    if _is_number(leaf):
+    if is_number(leaf):
         return f"a Python {type(leaf).__name__}"
     return f"{stored_dtype_name(leaf)} {tuple(leaf.shape)}"
 
 
-def _parts(about: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def parts(about: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values in nested JSON objects with their dotted names."""
     if isinstance(about, dict):
         for key, value in about.items():
-            yield from _parts(value, f"{name}.{key}".lstrip("."))
+            yield from parts(value, f"{name}.{key}".lstrip("."))
     else:
         yield name, about
 

@@ -7,7 +7,7 @@ import os
 from xformer.world._alone import Alone
 from xformer.world.base import World
 
-__all__ = ["World", "launched", "world"]
+__all__ = ["Alone", "World", "end_all", "launched", "world"]
 
 # Set by launchers: MPICH's and Intel's mpiexec, Open MPI's mpirun, Slurm's srun, torchrun.
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
@@ -34,6 +34,11 @@ def world() -> World:
         n = launched()
         _worlds.append(Alone() if n == 1 else _by_mpi(n))
     return _worlds[0]
+
+
+def end_all(message: str) -> None:
+    """Print an error on stderr. If `world` has found other processes, end them too: `World.end`."""
+    (_worlds[0] if _worlds else Alone()).end(message)
 
 
 def _by_mpi(n: int) -> World:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from array_api_compat import device, to_device
 
 from xformer import backends
 from xformer.pairwise import PairwiseSum
@@ -50,6 +51,22 @@ class World:
             if place + step < self.size:
                 self.send(content, (self.rank + step) % self.size)
         return obj
+
+    def first(self, fn: Callable[[], Any]) -> Any:
+        """The result of fn(), which process 0 alone calls. Its error is raised in all processes."""
+        if self.size == 1:
+            return fn()
+        result: Any = None
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                result = fn()
+            except Exception as raised:
+                error = raised
+        other, raised_there = self.broadcast((result, error))
+        if error is not None or raised_there is not None:
+            raise error or raised_there
+        return result if self.rank == 0 else other
 
     def gather(self, obj: Any) -> list[Any]:
         """The `obj` of each process, in all processes. It can be anything that pickles."""
@@ -139,4 +156,7 @@ def _on_host(x: Array) -> np.ndarray:
 
 def _like(host: np.ndarray, x: Array) -> Array:
     """An array of the host in the library of x, on its device."""
-    return host if isinstance(x, np.ndarray) else backends.backend_of(x).asarray(host)
+    if isinstance(x, np.ndarray):
+        return host
+    moved = backends.backend_of(x).asarray(host)
+    return moved if device(moved) == device(x) else to_device(moved, device(x))

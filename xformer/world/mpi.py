@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +12,10 @@ from mpi4py import MPI
 
 from xformer.typing import Array
 from xformer.world.base import World, _on_host
+
+if not MPI.Is_initialized():  # `xformer info` imports it without
+    MPI.Init_thread()
+    atexit.register(MPI.Finalize)
 
 AXES = 8  # most axes of an array
 HEAD = 2 + AXES  # int64: dtype, number of axes, sizes
