@@ -26,6 +26,7 @@ extensions = [
     "sphinx.ext.linkcode",
     "sphinx.ext.mathjax",
     "api_reference",
+    "browser_packages",
     "repository_files",
 ]
 root_doc = "docs/index"

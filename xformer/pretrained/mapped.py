@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors
 
 from xformer.pretrained.reading import PretrainedError, opened, parse_json
 
@@ -120,6 +119,8 @@ def open_file(path: Path) -> dict[str, Tensor]:
 
     FileNotFoundError if there is no file, PretrainedError if it is damaged.
     """
+    import safetensors  # not at the start: generation works without it, in a browser for instance
+
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
