@@ -194,7 +194,7 @@ def test_wrong_arguments(opened: tuple[Any, Any, Any], tmp_path: Path) -> None:
         embed(*opened, TEXTS, prompt=None)
     with pytest.raises(TypeError, match="embed: text 2 must be a string, got int"):
         embed(*opened, ["a", 3])
-    with pytest.raises(ValueError, match="embed: the model must be a LanguageModel, got GPT"):
+    with pytest.raises(ValueError, match="embed: the model must be an encoder.*, got a GPT of xformer"):
         embed(GPT(7, 1, 4, 1, 5), params, own, TEXTS)
     small = pretrained.model(BERT | {"vocab_size": 9})
     with pytest.raises(ValueError, match="must be the model's, whose ids are below 9, got id 23"):

@@ -333,16 +333,16 @@ def test_what_cannot_be_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "style", "message"),
     [
-        ("causal", BERT, "bert", "must be a causal one with an LMHead, got a LanguageModel with M"),
-        ("prefix", T5, "t5", "must be a causal one with an LMHead, got a EncoderDecoder with LMH"),
-        ("masked", LLAMA, "llama", "must be one with a MaskedLMHead, got a LanguageModel with LMH"),
+        ("causal", BERT, "bert", "must be a causal language model, got a masked language model"),
+        ("prefix", T5, "t5", "must be a causal language model, got an encoder-decoder"),
+        ("masked", LLAMA, "llama", "must be a masked language model, got a causal language model"),
         ("masked", BERT, "llama", "the tokenizer must have a mask token"),
-        ("classify", BERT, "bert", "must be one with a Classifier, got a LanguageModel with Mask"),
+        ("classify", BERT, "bert", "this task the model must be a classifier, got a masked lang"),
         (
             "classify",
             CLASSIFIER | {"id2label": {"0": "x"}},
             "bert",
-            "must be one with 2 classes or more",
+            "must be a classifier of 2 classes or more, got a classifier of 1 class",
         ),
         (
             "classify",
@@ -350,8 +350,8 @@ def test_what_cannot_be_trained(tmp_path: Path) -> None:
             "bert",
             "problem_type must be single_label_classification, got 'multi_label_classification'",
         ),
-        ("seq2seq", LLAMA, "llama", "must be an EncoderDecoder with one vocabulary"),
-        ("contrastive", T5, "t5", "must be a LanguageModel of tokens, got a EncoderDecoder"),
+        ("seq2seq", LLAMA, "llama", "must be an encoder-decoder with one vocabulary and a head, got a caus"),
+        ("contrastive", T5, "t5", "must be an encoder or a decoder of tokens, got an encoder-deco"),
         ("summary", LLAMA, "llama", "task must be one of causal, prefix, masked, classify, seq2"),
     ],
 )

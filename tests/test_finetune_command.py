@@ -284,7 +284,7 @@ def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
         (["--data", "data.txt"], "data.txt: must be a .jsonl file of objects with prompt, compl"),
         (["--data", "long.jsonl"], "long.jsonl: line 1: the prompt's 41 tokens leave no room for"),
         (["--data", "one.jsonl"], "1 examples are too few to keep 1 for validation"),
-        (["--task", "masked", "--data", "masked.jsonl"], "must be one with a MaskedLMHead"),
+        (["--task", "masked", "--data", "masked.jsonl"], "must be a masked language model"),
         (["--max-len", "1"], "max_len must be an int of at least 2, got 1"),
         (["--max-len", "33", "--model", "gpt"], "max_len must be at most the model's 32, got 33"),
         (["--validation-fraction", "1"], "share must lie in [0, 1), got 1"),

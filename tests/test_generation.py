@@ -373,7 +373,7 @@ def test_bad_chunks_are_refused() -> None:
 def test_models_that_write_nothing_are_refused(change: dict[str, Any]) -> None:
     network = GPT.network
     model = LanguageModel(**{"embed": network.embed, "blocks": network.blocks} | change)
-    with pytest.raises(ValueError, match="must be a causal LanguageModel or an EncoderDecoder"):
+    with pytest.raises(ValueError, match="must be a causal language model or an encoder-decoder"):
         generate(model, model.init(), [[1]], max_new_tokens=1)
 
 
@@ -390,7 +390,7 @@ def test_an_encoder_decoder_does_not_slide() -> None:
 
 
 def test_not_a_model() -> None:
-    with pytest.raises(ValueError, match=r"generate: model must be a causal .*, got 3"):
+    with pytest.raises(ValueError, match=r"generate: the model must be a causal .*, got 3"):
         generate(3, PARAMS, [[1]], max_new_tokens=1)
 
 

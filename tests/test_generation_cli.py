@@ -219,7 +219,7 @@ def test_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     pretrained.save(model, model.init(), tmp_path / "bert")
     tokenizer(published("tok512.bin")).save(tmp_path / "bert")
     err = refused(capsys, "--model", tmp_path / "bert", "--prompt", PROMPT)
-    assert "model must be a causal LanguageModel or an EncoderDecoder" in err
+    assert "or an encoder-decoder, with a head over its vocabulary, got a masked" in err
 
 
 @only(*ON_DEVICE)

@@ -13,6 +13,7 @@ from xformer.backends import Backend
 from xformer.checks import plain_numbers, whole
 from xformer.generation.text import end_of
 from xformer.models import EncoderDecoder
+from xformer.models.in_words import in_words
 from xformer.training.batch import IGNORED, Batch, padded
 from xformer.training.loss import ArrayLoss
 from xformer.typing import Array
@@ -147,6 +148,4 @@ def context_of(model: Any) -> int | None:
 def require(model: Any, wanted: str, fits: bool) -> None:
     """ValueError unless `fits`. wanted: the model that the task needs, for the message."""
     if not fits:
-        head = getattr(model, "head", None)
-        top = "no head" if head is None else type(head).__name__
-        raise ValueError(f"the model must be {wanted}, got a {type(model).__name__} with {top}")
+        raise ValueError(f"for this task the model must be {wanted}, got {in_words(model)}")

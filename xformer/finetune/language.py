@@ -20,7 +20,7 @@ class Causal(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.model, "a causal one with an LMHead", is_causal(self.model))
+        require(self.model, "a causal language model", is_causal(self.model))
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """Windows of max_len tokens, so that each token but the first is a target once."""
@@ -71,7 +71,7 @@ class Masked(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         known = isinstance(self.model, LanguageModel) and isinstance(self.model.head, MaskedLMHead)
-        require(self.model, "one with a MaskedLMHead", known)
+        require(self.model, "a masked language model", known)
         if self.tokenizer.mask_id is None:
             raise ValueError("the tokenizer must have a mask token")
 

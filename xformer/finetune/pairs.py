@@ -27,8 +27,9 @@ class Classify(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.model, "one with a Classifier", is_classifier(self.model))
-        require(self.model, "one with 2 classes or more", self.model.head.n_labels > 1)
+        require(self.model, "a classifier", is_classifier(self.model))
+        several = self.model.head.n_labels > 1
+        require(self.model, "a classifier of 2 classes or more", several)
         kind = (self.model.hf_config or {}).get("problem_type")
         if kind not in (None, KINDS[0]):
             raise ValueError(f"the model's problem_type must be {KINDS[0]}, got {kind!r:.60}")
@@ -71,8 +72,9 @@ class Seq2Seq(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         known = isinstance(self.model, EncoderDecoder) and self.model.shared_embed
-        require(self.model, "an EncoderDecoder with one vocabulary and a head", known)
-        require(self.model, "one with a head", self.model.head is not None)
+        known = known and self.model.head is not None
+        wanted = "an encoder-decoder with one vocabulary and a head"
+        require(self.model, wanted, known)
         if start_of(self.model) is None:
             raise ValueError("the model's configuration must have a decoder_start_token_id")
 
@@ -108,7 +110,7 @@ class Contrastive(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         known = isinstance(self.model, LanguageModel) and self.model.embed is not None
-        require(self.model, "a LanguageModel of tokens", known)
+        require(self.model, "an encoder or a decoder of tokens", known)
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """One pair, each text cut to max_len. ValueError for a text without tokens."""

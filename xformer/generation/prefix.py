@@ -17,6 +17,7 @@ from xformer.generation.prompts import encode_by_program, read_by_program
 from xformer.generation.samplers import Ids
 from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
+from xformer.models.in_words import in_words
 from xformer.typing import Array
 
 COLUMNS = 64  # on libraries that compile for every shape, a state's length is a multiple of this
@@ -174,8 +175,8 @@ def network_of(op: str, model: Any) -> Any:
         writes = network.causal and isinstance(network.head, LMHead)
     if not writes:
         raise ValueError(
-            f"{op}: model must be a causal LanguageModel or an EncoderDecoder, with a head over "
-            f"its vocabulary, got {model!r:.60}"
+            f"{op}: the model must be a causal language model or an encoder-decoder, with a head "
+            f"over its vocabulary, got {in_words(model)}"
         )
     return network
 

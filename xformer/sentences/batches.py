@@ -16,6 +16,7 @@ from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.compiling import Forward, bucket, records
 from xformer.models import LanguageModel
+from xformer.models.in_words import in_words
 from xformer.summary import context
 from xformer.tree import value
 
@@ -23,6 +24,8 @@ from xformer.tree import value
 # which takes longer for each token.
 NUMPY_TOKENS = 1024
 
+# Caller -> the model that it needs, for a message.
+WANTED = {"embed": "an encoder, such as all-MiniLM-L6-v2, or a decoder", "classify": "a classifier"}
 KEPT = 8  # models whose programs are kept
 Progress = Callable[[int], Any]
 
@@ -77,7 +80,10 @@ def by_batch(
 def require_language_model(what: str, model: Any) -> None:
     """ValueError unless the model is a LanguageModel that reads tokens."""
     if not isinstance(model, LanguageModel):
-        raise ValueError(f"{what}: the model must be a LanguageModel, got {type(model).__name__}")
+        raise ValueError(
+            f"{what}: the model must be {WANTED[what]} in a Hugging Face folder, "
+            f"got {in_words(model)}"
+        )
     if model.embed is None:
         raise ValueError(f"{what}: the model must read tokens, got one that reads vectors")
 

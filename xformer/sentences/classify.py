@@ -11,6 +11,7 @@ import numpy as np
 from xformer import ops
 from xformer.compiling import Forward
 from xformer.models import Classifier
+from xformer.models.in_words import in_words
 from xformer.sentences.batches import KEPT, Progress, by_batch, require_language_model
 from xformer.typing import Array
 
@@ -89,6 +90,8 @@ def labels(model: Any) -> list[str]:
 def _head(model: Any) -> Classifier:
     require_language_model("classify", model)
     if not isinstance(model.head, Classifier):
-        got = "no head" if model.head is None else f"head {type(model.head).__name__}"
-        raise ValueError(f"classify: the model must have a Classifier for its head, got {got}")
+        raise ValueError(
+            f"classify: the model must be a classifier, got {in_words(model)}; to make it one: "
+            "xformer finetune --task classify"
+        )
     return model.head
