@@ -33,6 +33,7 @@ ORDER = (
     "ops",
     "layers",
     "models",
+    "parallel",
     "pretrained",
     "generation",
     "sentences",

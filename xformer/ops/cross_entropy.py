@@ -113,11 +113,11 @@ def _lse(top: Array, total: Array) -> Array:
 
 
 def split_ignored(
-    logits: Array, targets: Array, ignore_index: int | None
+    logits: Array, targets: Array, ignore_index: int | None, n_classes: int | None = None
 ) -> tuple[Array, Array | None]:
     """(targets, kept): targets with 0 for ignored tokens, and a mask of the others, or None.
 
-    Raises unless all other targets are in [0, V).
+    n_classes: V; None: the last axis of logits. Raises unless all other targets are in [0, V).
     """
     indices = require_integers("cross_entropy", "targets", targets, logits)
     xp, kept, ignored = array_namespace(indices), None, whole(ignore_index)
@@ -125,7 +125,8 @@ def split_ignored(
     if ignored is not None and not wraps:  # else large unsigned targets would count as ignored
         kept = indices != ignored
         indices = xp.where(kept, indices, 0)
-    require_in_range("cross_entropy", "targets", indices, logits.shape[-1], ids=targets)
+    n_classes = logits.shape[-1] if n_classes is None else n_classes
+    require_in_range("cross_entropy", "targets", indices, n_classes, ids=targets)
     return indices, kept
 
 
