@@ -133,6 +133,26 @@ def test_reference_only(op: Any) -> None:
     assert op(X)[0] == "kernel"
 
 
+def test_reference_only_of_some_ops(op: Any) -> None:
+    """Inside and outside of others, which add to it."""
+
+    @xformer.kernel(op, "numpy")
+    def fast(x: Any) -> tuple[str, Cache]:
+        return "kernel", Cache(x)
+
+    with xformer.reference_only(xformer.ops.scale):
+        assert op(X)[0] == "kernel"
+        with xformer.reference_only(op):
+            assert op(X)[0] == "reference a"
+            assert "fast: not run, reference_only() is active" in xformer.explain(op, X)
+            with xformer.reference_only(xformer.ops.gelu):
+                assert op(X)[0] == "reference a"
+        assert op(X)[0] == "kernel"
+    with xformer.reference_only(), xformer.reference_only(xformer.ops.scale):
+        assert op(X)[0] == "reference a"
+    assert op(X)[0] == "kernel"
+
+
 def test_explain(op: Any) -> None:
     assert xformer.explain(op, X).splitlines() == [
         "probe on numpy: the reference",

@@ -35,6 +35,7 @@ _SETS = {"numpy": "numpy", "numba": "numba", "mkl": "numba"}
 
 _chosen: ContextVar[str] = ContextVar("kernels", default="numpy")
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
+_without_kernels: ContextVar[tuple[Any, ...]] = ContextVar("without_kernels", default=())
 _inference: ContextVar[bool] = ContextVar("inference", default=False)
 _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 _ops: list[Overridable[..., Any]] = []
@@ -120,7 +121,7 @@ class Overridable(Generic[P, R]):
             kernels = self.asked(library)
         run: Any = None
         if kernels:
-            if not _reference_only.get():
+            if not _reference_only.get() and self not in _without_kernels.get():
                 for kernel in kernels:
                     if kernel.unsupported is None or kernel.unsupported(*args, **kwargs) is None:
                         run = kernel.run
@@ -362,13 +363,15 @@ def _require_usable(name: str) -> None:
 
 
 @contextmanager
-def reference_only() -> Iterator[None]:
-    """A context in which every op runs its reference, even if kernels are registered."""
-    token = _reference_only.set(True)
+def reference_only(*ops: Overridable[..., Any]) -> Iterator[None]:
+    """A context in which every op, or each of `ops`, runs its reference and no kernel."""
+    every = _reference_only.set(not ops or _reference_only.get())
+    chosen = _without_kernels.set((*_without_kernels.get(), *ops))
     try:
         yield
     finally:
-        _reference_only.reset(token)
+        _without_kernels.reset(chosen)
+        _reference_only.reset(every)
 
 
 @contextmanager
@@ -422,7 +425,7 @@ def explain(op: Overridable[..., Any], *args: Any, **kwargs: Any) -> str:
     asked, lines, chosen = op.asked(library), [], None
     for candidate in asked:
         name = f"{candidate.run.__module__}.{candidate.run.__name__}"
-        if _reference_only.get():
+        if _reference_only.get() or op in _without_kernels.get():
             lines.append(f"- {name}: not run, reference_only() is active")
         elif chosen is not None:
             lines.append(f"- {name}: not asked, {chosen} comes first")

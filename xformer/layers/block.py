@@ -18,6 +18,7 @@ from xformer.layers.residual import (
     Branch,
     BranchCache,
     ResidualsCache,
+    Sublayer,
     Terms,
     parallels,
     residuals,
@@ -114,6 +115,10 @@ class BlockConfig:
     def experts(self) -> layers.ExpertsConfig | None:
         """The configuration of the mixture of experts; None if ffn is a dense network."""
         return None if isinstance(self.ffn, FeedForwardConfig) else self.ffn
+
+    def sublayer(self, fn: Sublayer) -> Sublayer:
+        """`fn`, as the block calls it: unchanged. A part of a block has it between collectives."""
+        return fn
 
     @property
     def final_norm(self) -> bool:
@@ -353,10 +358,10 @@ def branches_of(
         (params.cross_norm, params.cross_out_norm, params.cross_scale, keys[3]),
         (params.ffn_norm, params.ffn_out_norm, params.ffn_scale, keys[4]),
     )
-    branches = [Branch(attend, *around[0])]
+    branches = [Branch(config.sublayer(attend), *around[0])]
     if params.cross is not None:
-        branches.append(Branch(attend_memory, *around[1]))
-    branches.append(Branch(feed, *around[2]))
+        branches.append(Branch(config.sublayer(attend_memory), *around[1]))
+    branches.append(Branch(config.sublayer(feed), *around[2]))
     return branches
 
 

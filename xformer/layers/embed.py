@@ -108,6 +108,15 @@ class EmbedConfig:
         return self.width + (self.position_width if concat else 0)
 
     @property
+    def table_rows(self) -> int:
+        """The rows of the table of tokens: V. A part of an embedding has fewer."""
+        return self.vocab_size
+
+    def lookup(self, table: Array, ids: Array) -> tuple[Array, Any]:
+        """The rows `ids` of the table, and their cache."""
+        return ops.embedding(table, ids=ids)
+
+    @property
     def rows(self) -> int:
         """L, the rows of a table of positions."""
         return 0 if self.max_len is None else self.max_len
@@ -170,7 +179,7 @@ def embed(
     n_batch, n_tokens = ids.shape
     table = value(params.table)
     xp = array_namespace(table)
-    x, table_cache = ops.embedding(table, ids=ids)  # (B, T, E)
+    x, table_cache = config.lookup(table, ids)  # (B, T, E)
     x = x if config.scale == 1.0 else x * config.scale
     pos, positions_cache = _positions(params, config, start, n_tokens, positions)  # (..., T, P)
     if pos is not None and config.mode == "add":
@@ -255,7 +264,7 @@ class EmbedCache(NamedTuple):
 
 def _require_params(params: EmbedParams, config: EmbedConfig) -> None:
     wanted: dict[str, tuple[int, int] | None] = {
-        "table": (config.vocab_size, config.width),
+        "table": (config.table_rows, config.width),
         "positions": None,
         "types": (config.n_types, config.width) if config.n_types else None,
     }

@@ -44,7 +44,7 @@ def decode(
         x,
         params.stack,
         None,
-        model._alibi(x, n_keys, state.write_index),
+        model._alibi(x, x.shape[1], n_keys, state.write_index),
         pos,
         configs=model.blocks,
         kv_cache=kv_cache,

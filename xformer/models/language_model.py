@@ -290,12 +290,12 @@ class LanguageModel:
             require_padding_mask(mask, tokens)
             positions = position_ids(mask) if positions is None else positions
         (x, pos), embed_cache = self._embedded(params, tokens, positions, types=types, key=keys[0])
-        length = x.shape[1]
+        length = tokens.shape[1]  # x may be a part of the sequence
         y, stack_cache = stack(
             x,
             params.stack,
             None,
-            self._alibi(x, length),
+            self._alibi(x, length, length),
             pos,
             configs=self.blocks,
             relative_bias=self.relative_bias,
@@ -455,10 +455,12 @@ class LanguageModel:
             length = int(array_namespace(positions).max(positions)) + 1
         return layers.rope_tables(self.rotary, like=x, length=length, positions=positions)
 
-    def _alibi(self, x: Array, n_keys: int, at: Array | None = None) -> Array | None:
+    def _alibi(
+        self, x: Array, n_queries: int, n_keys: int, at: Array | None = None
+    ) -> Array | None:
         if not self.alibi:
             return None
-        sizes = {"n_queries": x.shape[1], "n_keys": n_keys}
+        sizes = {"n_queries": n_queries, "n_keys": n_keys}
         return layers.alibi(self.blocks[0].attn.n_heads, **sizes, like=x, at=at)
 
     def loss(

@@ -1,0 +1,102 @@
+"""A block whose sublayers are cut among processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from xformer.layers.block import BlockConfig
+from xformer.layers.feed_forward import FeedForwardConfig
+from xformer.layers.residual import Sublayer
+from xformer.parallel.between import between
+from xformer.parallel.collectives import enter, gather, leave, scatter
+from xformer.parallel.parts import bounds
+from xformer.parallel.sharding import CUTS, ONE_KEY_HEAD
+from xformer.world import World
+
+
+@dataclass(frozen=True)
+class ParallelBlock(BlockConfig):
+    """The configuration of a block with this process's heads and hidden units (`parallel_block`).
+
+    sequence: x and y of the block are this process's part of each sequence, so that norms,
+        residuals and what they save are cut too (sequence parallelism, arXiv:2205.05198)
+    """
+
+    world: World = dataclasses.field(kw_only=True)
+    sequence: bool = dataclasses.field(default=False, kw_only=True)
+    one_key_head: bool = dataclasses.field(default=False, kw_only=True)  # which all processes have
+
+    def sublayer(self, fn: Sublayer) -> Sublayer:
+        """`fn`, between the collectives."""
+        cuts = ONE_KEY_HEAD | CUTS if self.one_key_head else CUTS
+        pair: Any = (enter, leave)
+        where: Any = {"world": self.world}
+        if self.sequence:
+            pair, where = (gather, scatter), where | {"axis": -2}
+        into, out = (partial(collective, **where) for collective in pair)
+        return between(into, fn, out, world=self.world, cuts=cuts)
+
+
+def parallel_block(config: BlockConfig, world: World, *, sequence: bool = False) -> ParallelBlock:
+    """The part of a block that this process has.
+
+    ValueError, which names the option, for a block that cannot be cut.
+    """
+    of_block = {f.name: getattr(config, f.name) for f in dataclasses.fields(BlockConfig)}
+    if world.size > 1:
+        _require_cut(config, world)
+    first, last = bounds(config.ffn.d_ff, world)
+    of_block["ffn"] = dataclasses.replace(config.ffn, d_ff=last - first)
+    of_block["attn"] = dataclasses.replace(
+        config.attn,
+        n_heads=config.attn.n_heads // world.size,
+        n_kv_heads=max(1, config.attn.kv_heads // world.size),
+        d_head=config.attn.head_width,
+        d_value=config.attn.value_width,
+    )
+    options: Any = {"sequence": sequence, "one_key_head": config.attn.kv_heads == 1}
+    return ParallelBlock(**of_block, world=world, **options)
+
+
+def _require_cut(config: BlockConfig, world: World) -> None:
+    """ValueError unless the sublayers are sums over their heads and hidden units."""
+    attn = config.attn
+    for name, n in (("n_heads", attn.n_heads), ("n_kv_heads", attn.kv_heads)):
+        if n % world.size and not (name == "n_kv_heads" and n == 1):
+            raise ValueError(f"parallel: {world.size} processes must divide {name} = {n}")
+    if attn.output != "linear":
+        raise ValueError(
+            f'parallel: attn.output must be "linear", which sums over heads, got {attn.output!r}'
+        )
+    if attn.qk_norm == "all":
+        raise ValueError(
+            'parallel: attn.qk_norm must be None or "head", got "all": a norm of all heads needs '
+            "those of other processes"
+        )
+    if config.ffn.d_ff < world.size:
+        raise ValueError(
+            f"parallel: {world.size} processes need as many hidden units, got d_ff = "
+            f"{config.ffn.d_ff}"
+        )
+    if isinstance(config.ffn, FeedForwardConfig) and not config.ffn.down:
+        raise ValueError(
+            "parallel: ffn.down must be True, got False: only a linear layer sums over hidden units"
+        )
+
+
+def require_no_inner_dropout(configs: Iterable[BlockConfig]) -> None:
+    """ValueError if dropout within a sublayer is on: its mask depends on the index in all heads."""
+    for config in configs:
+        for name, rate in (
+            ("attn.dropout", config.attn.dropout),
+            ("ffn.dropout", getattr(config.ffn, "dropout", 0.0)),
+        ):
+            if rate:
+                raise ValueError(
+                    f"parallel: {name} must be 0, got {rate}: its mask depends on the index in "
+                    "the array of all heads or hidden units"
+                )
