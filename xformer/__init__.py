@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         training,
         tree,
     )
+    from xformer.backward import edit, watch
     from xformer.compiling import compile
     from xformer.derivatives import gauss_newton, hvp, jvp
     from xformer.dispatch import (
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         kernels,
         overridable,
         reference_only,
+        unfused,
     )
     from xformer.gradcheck import GradientError, gradcheck
     from xformer.models import GPT, Transformer
@@ -53,6 +55,7 @@ __all__ = [
     "__version__",
     "backends",
     "compile",
+    "edit",
     "explain",
     "finetune",
     "gauss_newton",
@@ -77,15 +80,18 @@ __all__ = [
     "trace",
     "training",
     "tree",
+    "unfused",
+    "watch",
     "world",
 ]
 
 later(
     __name__,
     backends="backends",
+    backward="edit watch",
     compiling="compile",
     derivatives="gauss_newton hvp jvp",
-    dispatch="explain inference kernel kernels overridable reference_only",
+    dispatch="explain inference kernel kernels overridable reference_only unfused",
     finetune="finetune",
     generation="generation",
     gradcheck="GradientError gradcheck",

@@ -36,6 +36,7 @@ _SETS = {"numpy": "numpy", "numba": "numba", "mkl": "numba"}
 _chosen: ContextVar[str] = ContextVar("kernels", default="numpy")
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 _without_kernels: ContextVar[tuple[Any, ...]] = ContextVar("without_kernels", default=())
+_unfused: ContextVar[bool] = ContextVar("unfused", default=False)
 _inference: ContextVar[bool] = ContextVar("inference", default=False)
 _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 _ops: list[Overridable[..., Any]] = []
@@ -86,13 +87,21 @@ class Overridable(Generic[P, R]):
     - `kernels`: library -> kernels that are registered so far
     - `has_backward`: whether it returns (y, cache)
     - `drops`: whether `inference()` replaces its cache by NoCache
+    - `composite`: whether its reference calls other ops, so that `unfused()` switches its kernels
+      off
     """
 
     def __init__(
-        self, reference: Callable[P, R], *, backward: bool = True, drops: bool = True
+        self,
+        reference: Callable[P, R],
+        *,
+        backward: bool = True,
+        drops: bool = True,
+        composite: bool = False,
     ) -> None:
         functools.update_wrapper(self, reference)
         self.reference = reference
+        self.composite = composite
         self.has_backward = backward
         self.drops = backward and drops
         self.kernels: dict[str, list[Kernel]] = {}
@@ -121,7 +130,7 @@ class Overridable(Generic[P, R]):
             kernels = self.asked(library)
         run: Any = None
         if kernels:
-            if not _reference_only.get() and self not in _without_kernels.get():
+            if self._off() is None:
                 for kernel in kernels:
                     if kernel.unsupported is None or kernel.unsupported(*args, **kwargs) is None:
                         run = kernel.run
@@ -157,6 +166,12 @@ class Overridable(Generic[P, R]):
         """The storage dtypes of all kernels for a library's arrays."""
         return {name for kernel in self.import_kernels(library) for name in kernel.storage_dtypes}
 
+    def _off(self) -> str | None:
+        """The context that switches the kernels of this op off; None if there is none."""
+        if _reference_only.get() or self in _without_kernels.get():
+            return "reference_only()"
+        return "unfused()" if self.composite and _unfused.get() else None
+
     def _refusal(self, kernels: list[Kernel], args: Any, kwargs: Any) -> str | None:
         """The reason why the reference cannot read the arrays; None if it can."""
         for kernel in reversed(kernels):  # the most general one first
@@ -165,7 +180,7 @@ class Overridable(Generic[P, R]):
             dtypes = {str(getattr(array, "dtype", None)) for array in (*args, *kwargs.values())}
             for dtype in dtypes & set(kernel.storage_dtypes):
                 why = kernel.unsupported and kernel.unsupported(*args, **kwargs)
-                why = why or "reference_only() is active"
+                why = why or f"{self._off()} is active"
                 return f"{self.__name__}: no kernel runs in {dtype}: {why}"
         return None
 
@@ -194,25 +209,30 @@ def overridable(reference: Callable[P, R]) -> Overridable[P, R]: ...
 
 @overload
 def overridable(
-    *, backward: bool = True, drops: bool = True
+    *, backward: bool = True, drops: bool = True, composite: bool = False
 ) -> Callable[[Callable[P, R]], Overridable[P, R]]: ...
 
 
 def overridable(
-    reference: Callable[..., Any] | None = None, *, backward: bool = True, drops: bool = True
+    reference: Callable[..., Any] | None = None,
+    *,
+    backward: bool = True,
+    drops: bool = True,
+    composite: bool = False,
 ) -> Any:
     """A decorator: make `reference` an op for which backends may register kernels.
 
     backward: True if the reference returns (y, cache). False if it may return anything.
     drops: True if `inference()` replaces the whole cache by NoCache. False for a cache of caches of
         other ops, which are replaced one by one, and of values that `inference()` needs.
+    composite: True if the reference calls other ops, whose caches its cache holds.
     TypeError if the reference has no `__name__`.
     """
     if reference is not None and not hasattr(reference, "__name__"):
         raise TypeError(f"overridable: the reference must have a __name__, got {reference!r}")
     if reference is None:
-        return functools.partial(overridable, backward=backward, drops=drops)
-    op = Overridable(reference, backward=backward, drops=drops)
+        return functools.partial(overridable, backward=backward, drops=drops, composite=composite)
+    op = Overridable(reference, backward=backward, drops=drops, composite=composite)
     _ops.append(op)
     return op
 
@@ -375,6 +395,19 @@ def reference_only(*ops: Overridable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
+def unfused() -> Iterator[None]:
+    """A context in which ops that call other ops run their references, and the others kernels.
+
+    So the cache of a model has a node for each layer and each op, as `xf.watch` and `xf.edit` need.
+    """
+    token = _unfused.set(True)
+    try:
+        yield
+    finally:
+        _unfused.reset(token)
+
+
+@contextmanager
 def inference() -> Iterator[None]:
     """A context in which ops save nothing for backward, so that a forward needs less memory.
 
@@ -425,8 +458,8 @@ def explain(op: Overridable[..., Any], *args: Any, **kwargs: Any) -> str:
     asked, lines, chosen = op.asked(library), [], None
     for candidate in asked:
         name = f"{candidate.run.__module__}.{candidate.run.__name__}"
-        if _reference_only.get() or op in _without_kernels.get():
-            lines.append(f"- {name}: not run, reference_only() is active")
+        if (off := op._off()) is not None:
+            lines.append(f"- {name}: not run, {off} is active")
         elif chosen is not None:
             lines.append(f"- {name}: not asked, {chosen} comes first")
         elif candidate.unsupported and (why := candidate.unsupported(*args, **kwargs)):

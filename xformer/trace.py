@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import backends, tree
+from xformer.backward.addresses import with_backward
 from xformer.checks import require_one_of
 from xformer.dispatch import Overridable, observed, observer
 from xformer.shapes import FLOATING, dtype_name
@@ -195,13 +196,7 @@ def _recording(cache: Any, op: Op, call: int) -> Any:
             return kind.backward(self, *args, **kwargs)
         return recorder.backward(op, call, kind.backward, self, *args, **kwargs)
 
-    def reduce(self: Any) -> tuple[Any, ...]:
-        return kind._make, (tuple(self),)  # pickled as the cache itself
-
-    methods = {"backward": backward, "__reduce__": reduce}
-    names = {"__slots__": (), "__module__": kind.__module__, "__doc__": kind.__doc__}
-    recording: Any = type(kind.__name__, (kind,), methods | names)
-    return recording._make(cache)
+    return with_backward(cache, backward)
 
 
 def _arrays(nodes: dict[str, Any], *, with_sizes: bool = False) -> tuple[TracedArray, ...]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from xformer.layers.reversible import ReversibleCache
 
 
-@overridable(drops=False)
+@overridable(drops=False, composite=True)
 def blocks(
     x: Array,
     params: tuple[BlockParams, ...],

@@ -79,7 +79,7 @@ class FeedForwardParams(NamedTuple):
     gate: LinearParams | None = None  # (D, F); None: not gated
 
 
-@overridable
+@overridable(composite=True)
 def feed_forward(
     x: Array,
     params: FeedForwardParams,

@@ -121,7 +121,7 @@ class LoRACache(NamedTuple):
         return dx + dx_low, LoRAParams(dbase, ddown[0], dup[0], self.scale)
 
 
-@overridable
+@overridable(composite=True)
 def linear_many(
     x: Array, params: tuple[LinearParams | LoRAParams, ...], *, all_kept: bool = False
 ) -> tuple[tuple[Array, ...], LinearsCache]:

@@ -86,7 +86,7 @@ class NormCache(NamedTuple):
         return dx, NormParams(None if self.frozen_w else dw, None if self.frozen_b else db[0])
 
 
-@overridable
+@overridable(composite=True)
 def add_norm(
     x: Array, r: Array | None, params: NormParams, *, config: NormConfig
 ) -> tuple[tuple[Array, Array], AddNormCache]:

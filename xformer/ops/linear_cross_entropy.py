@@ -13,7 +13,7 @@ from xformer.showing import short
 from xformer.typing import Array
 
 
-@overridable
+@overridable(composite=True)
 @renamed.arguments(fixed="not trainable")
 @shapes("x (..., D)  w (D, V)  b (V)  targets (...)")
 def linear_cross_entropy(

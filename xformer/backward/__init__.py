@@ -1,0 +1,9 @@
+"""The backward of a model, read and edited: `watch`, `edit`, `per_example`, `stepped`.
+
+A cache is a tree of data, and its nodes own the backward. So a copy of the tree with other nodes is
+another backward. `addresses` names the nodes after the parameters.
+"""
+
+from xformer.backward.editing import Watched, edit, watch
+
+__all__ = ["Watched", "edit", "watch"]

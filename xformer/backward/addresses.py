@@ -1,0 +1,218 @@
+"""Names of the nodes of a cache: those of their parameters, such as `stack.blocks.3.attn.q`.
+
+The cache of `layers.attention` in layer 3 of a GPT is the node `stack.blocks.3.attn`, and its
+parameters are `params.stack.blocks[3].attn`. A node without parameters has the name of its field:
+`stack.blocks.3.attn.core` is that of `ops.sdpa`, `stack.blocks.3.ffn.act` that of the activation.
+Layers that share parameters have a name each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from xformer.checks import did_you_mean
+from xformer.dispatch import NoCache, ops
+
+UNFUSED = "run the forward within xf.unfused()"
+
+Label = str | Callable[[str], str]  # of a part: what follows the node's name, or a new name
+Labels = dict[str, Label | list[str]]  # field -> label; a list has one for each of several parts
+
+
+def named(cache: Any) -> dict[str, Any]:
+    """The nodes of a cache by name, inner nodes first.
+
+    Of several nodes with one name, such as that of a layer and that of its only op, the outermost.
+    """
+    found: dict[str, Any] = {}
+
+    def note(name: str, node: Any) -> Any:
+        found[name] = node
+        return node
+
+    replaced(note, cache)
+    return found
+
+
+def chosen(what: str, cache: Any, patterns: Iterable[str]) -> dict[str, list[str]]:
+    """For each pattern, as in `fnmatch`, the names of nodes that it matches.
+
+    ValueError for a pattern that matches no name.
+    """
+    if _has(cache, NoCache):
+        raise ValueError(f"{what}: the cache was made within inference(), which saves nothing")
+    nodes = named(cache)
+    found = {p: [name for name in nodes if fnmatchcase(name, p)] for p in patterns}
+    for pattern, matches in found.items():
+        if not matches:
+            hint = did_you_mean(pattern, nodes)
+            if (op := _any_fused_op(cache)) is not None:
+                hint = f": a kernel of {op} ran; {UNFUSED}"
+            raise ValueError(f"{what}: {pattern!r} matches none of {len(nodes)} nodes{hint}")
+    return found
+
+
+def fused_op(node: Any) -> str | None:
+    """The op of a kernel's cache that has no node for each layer or op in it; None for others."""
+    op = op_of(node)
+    is_kernel = type(node).__module__.startswith("xformer.backends.")
+    return op if is_kernel and op in {op.__name__ for op in ops() if op.composite} else None
+
+
+def _has(node: Any, kind: type) -> bool:
+    return isinstance(node, kind) or (
+        isinstance(node, tuple) and any(_has(part, kind) for part in node)
+    )
+
+
+def _any_fused_op(node: Any) -> str | None:
+    """The first `fused_op` of the nodes of a cache."""
+    if not isinstance(node, tuple):
+        return None
+    if (op := fused_op(node)) is not None:
+        return op
+    return next((op for part in node if (op := _any_fused_op(part)) is not None), None)
+
+
+def op_of(node: Any) -> str:
+    """The op of an op's cache: the name of its file."""
+    return type(node).__module__.rpartition(".")[2]
+
+
+def replaced(fn: Callable[[str, Any], Any], cache: Any) -> Any:
+    """A copy of `cache` with `fn(name, node)` for each node that has a name, inner nodes first."""
+    return _replaced(fn, cache, "", "")
+
+
+def with_backward(cache: Any, backward: Callable[..., Any]) -> Any:
+    """A copy of a cache, of a subclass of its type, with another `backward(cache, *dy)`."""
+    kind: Any = type(cache)
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return kind._make, (tuple(self),)  # pickled as the cache itself
+
+    methods = {"backward": backward, "__reduce__": reduce}
+    names = {"__slots__": (), "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), methods | names)._make(cache)  # type: ignore[attr-defined]
+
+
+def is_node(part: Any) -> bool:
+    """Whether `part` is a cache whose backward runs: a NamedTuple with a backward."""
+    # The backward around a branch calls that of each of its parts.
+    has_backward = hasattr(part, "_fields") and hasattr(part, "backward")
+    return has_backward and _kind(part) != "residual.BranchCache"
+
+
+def _replaced(fn: Callable[[str, Any], Any], node: Any, name: str, above: str) -> Any:
+    """name: of the node. above: the name of the node around it."""
+    if not isinstance(node, tuple):
+        return node
+    inside = name if is_node(node) else above
+    if hasattr(node, "_fields") and fused_op(node) is None:
+        labels = _LABELS.get(_kind(node), _no_labels)(node)
+        parts = [
+            _part(fn, part, labels.get(field, field), name, inside)
+            for field, part in zip(node._fields, node, strict=True)
+        ]
+        changed = any(new is not old for new, old in zip(parts, node, strict=True))
+        kind: Any = type(node)
+        node = kind._make(parts) if changed else node
+    elif not hasattr(node, "_fields"):
+        node = tuple(_part(fn, part, str(i), name, inside) for i, part in enumerate(node))
+    return fn(name, node) if is_node(node) and name != above else node
+
+
+def _part(
+    fn: Callable[[str, Any], Any], part: Any, label: Label | list[str], name: str, above: str
+) -> Any:
+    if not isinstance(part, tuple):
+        return part
+    if not isinstance(label, list):
+        below = label(name) if callable(label) else _inside(name, label)
+        return _replaced(fn, part, below, above)
+    several: Any = part
+    if hasattr(several, "maps"):  # `LinearsCache`: the list is for its layers
+        return several._replace(maps=_part(fn, several.maps, label, name, above))
+    if hasattr(several, "_fields"):  # of a kernel, without a cache for each layer
+        return _replaced(fn, part, _inside(name, "maps"), above)
+    pairs = zip(part, label, strict=False)  # cross-attention has one map
+    return tuple(_replaced(fn, one, _inside(name, each), above) for one, each in pairs)
+
+
+def _inside(name: str, label: str) -> str:
+    return f"{name}.{label}" if name and label else name or label
+
+
+def _kind(node: Any) -> str:
+    """The last part of the module and the class of a node."""
+    return f"{op_of(node)}.{type(node).__name__}"
+
+
+def _no_labels(_: Any) -> Labels:
+    return {}
+
+
+def _branches(node: Any) -> Labels:
+    names = ["attn", "cross", "ffn"] if len(node.branches) == 3 else ["attn", "ffn"]
+    return {"branches": names[-len(node.branches) :]}
+
+
+def _always(**labels: Any) -> Callable[[Any], Labels]:
+    return lambda _: labels
+
+
+def _after(suffix: str) -> Callable[[str], str]:
+    return lambda name: name + suffix
+
+
+def _norm_of_heads(name: str) -> str:
+    return name.removesuffix("heads") + "norm"
+
+
+def _is(name: str) -> Callable[[str], str]:
+    return lambda _: name
+
+
+# Where a part is not called as its field. "": the part has the name of the node.
+_LABELS: dict[str, Callable[[Any], Labels]] = {
+    "loss.LossCache": _always(model=""),
+    "loss.LogitsLossCache": _always(logits=""),
+    "language_model.BalancedLossCache": _always(tokens=""),
+    "language_model.LanguageModelCache": _always(hidden=""),
+    "pooled.PooledCache": _always(hidden="", pooler="head"),
+    "lm_head.LMHeadCache": _always(top=""),
+    "heads.MaskedLMHeadCache": _always(top=""),
+    "heads.PooledCache": _always(linear=""),
+    "encoder_decoder.EncodeCache": _always(embed=_is("src_embed"), stack=_is("encoder")),
+    "encoder_decoder.DecodeCache": _always(
+        embed=_is("tgt_embed"), stack=_is("decoder"), head=_is("head")
+    ),
+    "stack.StackCache": _always(layers=""),
+    "blocks.BlocksCache": lambda node: {"blocks": [f"blocks.{i}" for i in range(len(node.blocks))]},
+    "block.BlockCache": _always(chain=""),
+    "block.ParallelBlockCache": _always(both=""),
+    "residual.ResidualsCache": _branches,
+    "residual.ParallelCache": _always(
+        norm="attn_norm", second_norm="ffn_norm", first_branch="attn", second_branch="ffn"
+    ),
+    "residual.BranchCache": _always(
+        sum=_after("_norm"),
+        sublayer="",
+        out_norm=_after("_out_norm"),
+        scale=_after("_scale"),
+        drop=_after("_drop"),
+    ),
+    "attention.AttentionCache": _always(maps=["q", "kv.k", "kv.v"], q="q_heads", r="xl.r"),
+    "attention.KeyValueSaved": _always(maps=["k", "v"], heads=""),
+    "attention.KeyValueHeadsCache": _always(k="k_heads", v="v_heads"),
+    "attention.HeadsCache": _always(all_norm=_norm_of_heads, head_norm=_norm_of_heads),
+    "feed_forward.FeedForwardCache": lambda node: {"up": ["up", "gate"]} if node.gated else {},
+    "linear.LinearCache": _always(op=""),
+    "linear.LoRACache": _always(down="a", up="b"),
+    "norm.NormCache": _always(norm=""),
+    "norm.AddNormCache": _always(norm=""),
+    "residual.ScaledCache": _always(op=""),
+    "linear_cross_entropy.LinearCrossEntropyCache": _always(linear=""),
+}
