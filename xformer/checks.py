@@ -196,11 +196,16 @@ def require_shape(op: str, name: str, array: Any, shape: Any) -> None:
 
 
 def whole(value: Any) -> int | None:
-    """An integer as an int, which never overflows, unlike NumPy's. None for a bool and all else."""
+    """An integer as an int, which never overflows, unlike NumPy's. None for a bool and all else.
+
+    An int of a subclass, such as a size that a graph computes, is returned as it is.
+    """
     if type(value) is int:
         return value
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else value
     try:
-        return None if isinstance(value, bool) else operator.index(value)
+        return operator.index(value)
     except TypeError:
         return None
 

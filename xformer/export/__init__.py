@@ -1,0 +1,20 @@
+"""Models and training steps as files for other runtimes: ONNX.
+
+    model, params = xf.pretrained.load("all-MiniLM-L6-v2")
+    xf.export.onnx(model, params, "minilm.onnx", pooling="mean")
+
+It needs the extra `onnx`. A page with all that is exported: docs/onnx.md.
+"""
+
+from typing import TYPE_CHECKING
+
+from xformer.later import later
+
+if TYPE_CHECKING:
+    from xformer.arrays.onnx import NotExported
+    from xformer.export.model import onnx
+    from xformer.export.step import onnx_step
+
+__all__ = ["NotExported", "onnx", "onnx_step"]
+
+later(__name__, model="NotExported onnx", step="onnx_step")

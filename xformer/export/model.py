@@ -1,0 +1,190 @@
+"""Export the inference of a model as ONNX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from xformer import backends, tree
+from xformer.arrays.onnx import Array, NotExported
+from xformer.checks import require_one_of, require_sizes
+from xformer.dispatch import inference
+from xformer.export.recording import Input, recorded
+from xformer.export.writing import require_onnx, require_path, write
+from xformer.models import EncoderDecoder, LanguageModel, Transformer
+from xformer.sentences.embed import POOLINGS
+from xformer.shapes import FLOATING, dtype_name, require_array
+
+__all__ = ["NotExported", "onnx"]
+
+UNBOUNDED = 1 << 20  # tokens, for models of any length
+BATCH = 1 << 10
+LENGTHS = ("length", "source_length", "target_length")
+
+
+def onnx(
+    model: Any,
+    params: Any,
+    path: str | os.PathLike[str],
+    *,
+    pooling: str | None = None,
+    normalize: bool = True,
+    mask: bool | None = None,
+    types: bool = False,
+    sizes: Mapping[str, int] | None = None,
+    max_len: int | None = None,
+) -> None:
+    """Write the inference of a model as an ONNX file, with the parameters inside.
+
+    The parameters have their dotted names (`xformer.tree`). If they have 1 GiB or more, they are in
+    the file `path` + ".data". The graph computes the same numbers as the model's `forward` on
+    NumPy, up to rounding.
+
+    Inputs, with dynamic sizes by name:
+
+    - a `LanguageModel` or `GPT`: tokens (batch, length), int64; vectors (batch, length, D) if the
+      model has no embedding
+    - an `EncoderDecoder` or `Transformer`: src (batch, source_length), tgt (batch, target_length)
+    - mask (batch, length), or src_mask (batch, source_length): bool, True = a token
+    - types (batch, length), int64
+
+    Output: logits, or hidden without a head, or embeddings (batch, D) with a pooling.
+
+    path: the file; its name ends with .onnx
+    pooling: "mean", "first" ("cls"), "last" or "pooler": write the embeddings of texts, as
+        `sentences.embed` computes them, instead of logits
+    normalize: scale embeddings to length 1
+    mask: whether there is an input for the padding; None: for an encoder, an `EncoderDecoder`, and
+        with a pooling. A `Transformer` has none: it knows its padding by pad_id.
+    types: whether there is an input for BERT's token types
+    sizes: sizes that are fixed, such as {"batch": 1, "length": 128}; the others are dynamic
+    max_len: the largest length; None: the model's context
+
+    NotExported, a ValueError, names what has no ONNX graph; nothing is written then. ValueError for
+    other arguments, ImportError without the extra `onnx`.
+    """
+    require_onnx()
+    file = require_path(path)
+    network = require_model("onnx", model)
+    weights = host("onnx", params)
+    if pooling is not None:
+        require_one_of("onnx: pooling", pooling, POOLINGS)
+    is_pair = isinstance(network, EncoderDecoder)
+    if is_pair and (pooling is not None or types):
+        name = "types" if types else "pooling"
+        raise ValueError(f"onnx: {name} is for a LanguageModel, got an encoder-decoder")
+    if mask is None:
+        mask = not isinstance(model, Transformer) and (
+            is_pair or not network.causal or pooling is not None
+        )
+    elif mask and isinstance(model, Transformer):
+        raise ValueError("onnx: a Transformer has no mask; it knows its padding by pad_id")
+    inputs = data_inputs(network, next(iter(weights.values())).dtype)
+    first = next(iter(inputs.values())).shape[:2]
+    if mask:
+        inputs["src_mask" if is_pair else "mask"] = Input(first, bool)
+    if types:
+        inputs["types"] = Input(first, np.int64)
+    if pooling is None:
+        call: Any = model.forward if isinstance(model, Transformer) else network.forward
+        output = "hidden" if network.head is None else "logits"
+    else:
+        how = {"cls": "first"}.get(pooling, pooling)
+        call, output = partial(network.pooled, pooling=how, normalize=normalize), "embeddings"
+
+    def fn(arrays: dict[str, Array]) -> dict[str, Array]:
+        data = {name: arrays[name] for name in inputs}
+        positional = [data.pop(name) for name in POSITIONAL if name in data]
+        with inference():
+            y, _ = call(named(params, arrays), *positional, **data)
+        return {output: y}
+
+    parameters = {name: Input(w.shape, w.dtype) for name, w in weights.items()}
+    graph, outputs = recorded(fn, parameters | inputs, largest(model, max_len, sizes), sizes)
+    write(file, graph, outputs, weights, {"model": type(model).__name__})
+
+
+POSITIONAL = ("tokens", "vectors", "src", "tgt")
+
+
+def require_model(what: str, model: Any) -> Any:
+    """The network of a model. TypeError for another object."""
+    network = getattr(model, "network", None)
+    if not isinstance(network, LanguageModel | EncoderDecoder):
+        raise TypeError(
+            f"{what}: model must be a GPT, LanguageModel, EncoderDecoder or Transformer, "
+            f"got {type(model).__name__}"
+        )
+    return network
+
+
+def host(what: str, params: Any) -> dict[str, np.ndarray]:
+    """The parameters by dotted name, as NumPy arrays. TypeError for other leaves and dtypes."""
+    weights = {}
+    for name, leaf in tree.flatten(params).items():
+        leaf = tree.value(leaf)
+        require_array(what, f"params.{name}", leaf)
+        if dtype_name(leaf) not in FLOATING:
+            raise NotExported(f"{what}: params.{name} must be float32 or float64, got {leaf.dtype}")
+        weights[name] = backends.backend_of(leaf).to_numpy(leaf)
+    return weights
+
+
+def named(params: Any, arrays: Mapping[str, Array], prefix: str = "") -> Any:
+    """`params` with arrays of the graph as leaves; frozen leaves stay frozen."""
+    names = iter(tree.flatten(params))
+    return tree.map(lambda _: arrays[prefix + next(names)], params)
+
+
+def data_inputs(network: Any, dtype: Any) -> dict[str, Input]:
+    """The tokens, or the vectors, that a model reads."""
+    if isinstance(network, LanguageModel):
+        shape = ("batch", "length")
+        if network.embed is None:
+            return {"vectors": Input((*shape, network.d_model), dtype)}
+        return {"tokens": Input(shape, np.int64)}
+    inputs = {}
+    for name, length, embed, blocks in (
+        ("src", "source_length", network.src_embed, network.encoder),
+        ("tgt", "target_length", network.target_embed, network.decoder),
+    ):
+        width = (blocks[0].d_model,) if embed is None else ()
+        inputs[name] = Input(("batch", length, *width), dtype if width else np.int64)
+    return inputs
+
+
+def largest(
+    model: Any, max_len: int | None, sizes: Mapping[str, int] | None
+) -> dict[str, int]:
+    """The largest value of each dynamic size of a model.
+
+    ValueError if max_len is larger than the context. NotExported if RoPE frequencies change with
+    the length.
+    """
+    network = model.network
+    if isinstance(network, EncoderDecoder):
+        embeds = {"source_length": network.src_embed, "target_length": network.target_embed}
+    else:
+        embeds = {"length": network.embed}
+    result = {"batch": BATCH}
+    for name, embed in embeds.items():
+        limit = None if embed is None or embed.max_len is None else embed.max_len - embed.offset
+        if max_len is not None:
+            (max_len,) = require_sizes("onnx", 1, max_len=max_len)
+            if limit is not None and max_len > limit:
+                raise ValueError(f"onnx: max_len must be at most {limit}, got {max_len}")
+            limit = max_len
+        result[name] = UNBOUNDED if limit is None else limit
+    rotary = getattr(network, "rotary", None)
+    if rotary is not None and "length" not in (sizes or {}):
+        if result["length"] > rotary.max_unscaled_len:
+            n = int(rotary.max_unscaled_len)
+            raise NotExported(
+                f'onnx: rotary scaling "{rotary.scaling}" has other frequencies for more than {n} '
+                f"tokens: give max_len={n}, or fix length with sizes"
+            )
+    return result

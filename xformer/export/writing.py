@@ -1,0 +1,167 @@
+"""Write a recorded graph as an ONNX file."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+import xformer
+from xformer.arrays.onnx import Array, Graph, Node, NotExported, Size
+from xformer.files import replacing
+
+OPSET, IR_VERSION = 18, 8  # ONNX Runtime reads them since 1.14
+EXTERNAL = 1 << 30  # bytes of weights from which they are in a file of their own; ONNX has 2^31
+ALIGNED = 4096  # a weight in that file begins at a multiple of so many bytes
+
+
+def require_onnx() -> None:
+    """ImportError that names the extra, unless the package onnx can be imported."""
+    try:
+        import onnx  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "the package onnx is not installed: pip install 'xformer-array[onnx]'"
+        ) from error
+
+
+def require_path(path: str | os.PathLike[str]) -> Path:
+    """The path. ValueError unless its name ends with .onnx, OSError if its folder is missing."""
+    file = Path(path)
+    if file.suffix != ".onnx":
+        raise ValueError(f"onnx: the file's name must end with .onnx, got {str(path)!r}")
+    if file.is_dir():
+        raise IsADirectoryError(f"onnx: {file} is a folder")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"onnx: there is no folder {file.parent}")
+    return file
+
+
+def write(
+    path: Path,
+    graph: Graph,
+    outputs: Mapping[str, Array],
+    weights: Mapping[str, np.ndarray],
+    about: Mapping[str, str],
+) -> None:
+    """Write the graph, atomically, after `onnx.checker` has checked it.
+
+    weights: inputs of the graph that become initializers, by name. If they have 1 GiB or more, they
+        are written to a file beside it, with the name's end .onnx.data.
+    about: metadata
+    """
+    import onnx
+
+    nodes = _needed(graph, outputs)
+    proto = _proto(graph, nodes, outputs, about)
+    _check(proto)
+    used = {name for node in nodes for name in node.inputs}
+    inputs = [x for x in proto.graph.input if x.name not in weights]
+    del proto.graph.input[:]
+    proto.graph.input.extend(inputs)
+    weights = {name: w for name, w in weights.items() if name in used}
+    if sum(w.nbytes for w in weights.values()) < EXTERNAL:
+        proto.graph.initializer.extend(
+            onnx.numpy_helper.from_array(w, name) for name, w in weights.items()
+        )
+        with replacing(path) as (part,):
+            part.write_bytes(proto.SerializeToString())
+        return
+    data = path.with_name(path.name + ".data")
+    with replacing(data, path) as (data_part, part):
+        with data_part.open("wb") as file:
+            proto.graph.initializer.extend(_external(file, weights, data.name))
+        part.write_bytes(proto.SerializeToString())
+
+
+def _needed(graph: Graph, outputs: Mapping[str, Array]) -> list[Node]:
+    """The nodes that the outputs depend on, in order."""
+    wanted = {graph.name_of(x) for x in outputs.values()}
+    nodes = []
+    for node in reversed(graph.nodes):
+        if wanted.intersection(node.outputs):
+            nodes.append(node)
+            wanted.update(node.inputs)
+    return nodes[::-1]
+
+
+def _proto(
+    graph: Graph, nodes: list[Node], outputs: Mapping[str, Array], about: Mapping[str, str]
+) -> Any:
+    import onnx
+    from onnx import helper
+
+    used = {name for node in nodes for name in node.inputs}
+    used.update(graph.name_of(x) for x in outputs.values())
+    constants = [
+        onnx.numpy_helper.from_array(np.ascontiguousarray(c).reshape(c.shape), name)
+        for name, c in graph.constants.items()
+        if name in used
+    ]
+    made = [
+        helper.make_node(
+            node.op,
+            node.inputs,
+            node.outputs,
+            f"{node.scope}/{node.op}_{i}".lstrip("/"),
+            **{name: _attribute(name, value) for name, value in node.attributes},
+        )
+        for i, node in enumerate(nodes)
+    ]
+    made += [helper.make_node("Identity", [graph.name_of(x)], [n]) for n, x in outputs.items()]
+    ins = [_info(graph, name, x) for name, x in graph.inputs.items()]
+    outs = [_info(graph, name, x) for name, x in outputs.items()]
+    proto = helper.make_model(
+        helper.make_graph(made, "xformer", ins, outs, constants),
+        ir_version=IR_VERSION,
+        opset_imports=[helper.make_opsetid("", OPSET)],
+        producer_name="xformer",
+        producer_version=xformer.__version__,
+    )
+    helper.set_model_props(proto, dict(about))
+    return proto
+
+
+def _attribute(name: str, value: Any) -> Any:
+    from onnx import helper
+
+    return helper.np_dtype_to_tensor_dtype(np.dtype(value)) if name == "to" else value
+
+
+def _info(graph: Graph, name: str, x: Array) -> Any:
+    """The type of an input or output. Only sizes of inputs have names."""
+    from onnx import helper
+
+    names = {size.name: known for known, size in graph.sizes.items()}
+    shape = [names.get(n.name) if isinstance(n, Size) else n for n in x.shape]
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), shape)
+
+
+def _check(proto: Any) -> None:
+    import onnx
+
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise NotExported(f"onnx: the recorded graph is not valid: {error}") from error
+
+
+def _external(file: BinaryIO, weights: Mapping[str, np.ndarray], location: str) -> Iterator[Any]:
+    """Write the weights to a file, and yield their descriptions."""
+    import onnx
+
+    for name, w in weights.items():
+        file.write(bytes(-file.tell() % ALIGNED))
+        dtype = onnx.helper.np_dtype_to_tensor_dtype(w.dtype)
+        tensor = onnx.TensorProto(name=name, data_type=dtype, dims=w.shape)
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        nbytes = math.prod(w.shape) * w.dtype.itemsize
+        place = {"location": location, "offset": file.tell(), "length": nbytes}
+        for key, value in place.items():
+            tensor.external_data.add(key=key, value=str(value))
+        file.write(np.ascontiguousarray(w).data)
+        yield tensor
