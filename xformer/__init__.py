@@ -13,6 +13,7 @@ from xformer.later import later
 if TYPE_CHECKING:
     from xformer import (
         backends,
+        export,
         finetune,
         generation,
         initializers,
@@ -57,6 +58,7 @@ __all__ = [
     "compile",
     "edit",
     "explain",
+    "export",
     "finetune",
     "gauss_newton",
     "generation",
@@ -92,6 +94,7 @@ later(
     compiling="compile",
     derivatives="gauss_newton hvp jvp",
     dispatch="explain inference kernel kernels overridable reference_only unfused",
+    export="export",
     finetune="finetune",
     generation="generation",
     gradcheck="GradientError gradcheck",

@@ -54,10 +54,11 @@ class Graph:
 
     sizes: name of a dynamic size -> its value while recording. It should be the largest, because
         comparisons of sizes are decided by it.
+    most: the largest value of any length, for tables that have a row for each position
     """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self.values = dict(sizes)
+    def __init__(self, sizes: Mapping[str, int], most: int = 0) -> None:
+        self.values, self.most = dict(sizes), most
         self.inputs: dict[str, Array] = {}
         self.nodes: list[Node] = []
         self.constants: dict[str, np.ndarray] = {}
@@ -96,7 +97,7 @@ class Graph:
         name = self._known.get(key)
         if name is None:
             name = self._known[key] = f"t{len(self.nodes)}"
-            outputs = ("",) * output + (name,)
+            outputs = (*(f"{name}_{i}" for i in range(output)), name)
             self.nodes.append(Node(op, names, outputs, ordered, "/".join(self._scopes)))
         return Array(self, name, tuple(shape), np.dtype(dtype))
 
@@ -165,22 +166,27 @@ class Size(int):
     remember sizes.
     """
 
-    graph: Callable[[], Graph | None]
     name: str
+    _graph: Callable[[], Graph | None]
 
     def __new__(cls, value: int, graph: Graph, name: str) -> Size:
         """A size whose value at run time is the array (1,) called `name`."""
         size = super().__new__(cls, value)
-        size.graph, size.name = weakref.ref(graph), name
+        size.name, size._graph = name, weakref.ref(graph)
         return size
+
+    @property
+    def graph(self) -> Graph:
+        """The graph. ValueError if it is gone."""
+        graph = self._graph()
+        if graph is None:
+            raise ValueError("onnx: a size was used after its graph")
+        return graph
 
     @property
     def array(self) -> Array:
         """The size as an integer array (1,)."""
-        graph = self.graph()
-        if graph is None:
-            raise ValueError("onnx: a size was used after its graph")
-        return Array(graph, self.name, (1,), np.dtype(np.int64))
+        return Array(self.graph, self.name, (1,), np.dtype(np.int64))
 
     def __neg__(self) -> int:
         return 0 - self
@@ -204,9 +210,7 @@ def _arithmetic(name: str, node: str) -> None:
         same = isinstance(x, Size) and isinstance(y, Size) and x.name == y.name
         if (name == "sub" and same) or (name == "mul" and 0 in (x, y)):
             return 0
-        graph = (x if isinstance(x, Size) else y).graph()  # type: ignore[union-attr]
-        if graph is None:
-            raise ValueError("onnx: a size was used after its graph")
+        graph = (x if isinstance(x, Size) else y).graph  # type: ignore[attr-defined]
         parts = [graph.shape_vector([n]) for n in (x, y)]
         if name == "floordiv":  # Div rounds towards 0
             rest = graph.emit("Mod", parts, np.int64, (1,))

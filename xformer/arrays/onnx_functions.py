@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from array_api_compat import numpy as known
+from array_api_compat import numpy
 
 from xformer.arrays.onnx import Array, Graph, NotExported, Size
 
+known: Any = numpy  # computes functions of constants
 e, inf, nan, newaxis, pi = known.e, known.inf, known.nan, None, known.pi
 bool, float32, float64 = map(np.dtype, ("bool", "float32", "float64"))
 int8, int16, int32, int64 = map(np.dtype, ("int8", "int16", "int32", "int64"))
@@ -40,14 +41,14 @@ def _graph(*arguments: Any) -> Graph | None:
         if isinstance(x, Array) and x.graph is not None:
             return x.graph
         if isinstance(x, Size):
-            return x.graph()
+            return x.graph
     return None
 
 
 def _need(*arguments: Any) -> Graph:
     graph = _graph(*arguments)
-    if graph is None:  # a Size whose graph is gone
-        raise ValueError("onnx: a size was used after its graph")
+    if graph is None:
+        raise ValueError("onnx: no array belongs to a graph")
     return graph
 
 
@@ -82,8 +83,7 @@ def _typed(x: Any, dtype: Any) -> Array:
 def _dtype_of(*arguments: Any) -> np.dtype:
     """The common dtype. Numbers and sizes take that of the arrays, as in NumPy."""
     plain = [
-        x.dtype if isinstance(x, Array) else int(x) if isinstance(x, Size) else x
-        for x in arguments
+        x.dtype if isinstance(x, Array) else int(x) if isinstance(x, Size) else x for x in arguments
     ]
     return np.result_type(*plain)
 
@@ -222,9 +222,7 @@ bitwise_xor = _bits("bitwise_xor", "Xor", "BitwiseXor")
 
 @_folded
 def bitwise_invert(x: Array, /) -> Array:
-    return logical_not(x) if x.dtype == bool else _need(x).emit(
-        "BitwiseNot", [x], x.dtype, x.shape
-    )
+    return logical_not(x) if x.dtype == bool else _need(x).emit("BitwiseNot", [x], x.dtype, x.shape)
 
 
 @_folded
@@ -282,7 +280,7 @@ def arange(
         start, stop = 0, start
     graph = _graph(start, stop, step)
     if graph is None:
-        return Array.constant(np.arange(start, stop, step, dtype))
+        return Array.constant(known.arange(start, stop, step, dtype=dtype))
     if step != 1:
         raise NotExported("onnx: arange of a dynamic size and another step than 1")
     dtype = np.dtype(dtype or int64)
@@ -317,6 +315,11 @@ def zeros_like(x: Array, /, *, dtype: Any = None, device: Any = None) -> Array:
 
 def ones_like(x: Array, /, *, dtype: Any = None, device: Any = None) -> Array:
     return full_like(x, 1, dtype=dtype)
+
+
+def eye(n: int, m: int | None = None, /, *, dtype: Any = None, device: Any = None) -> Array:
+    rows, columns = arange(n)[:, None], arange(n if m is None else m)[None, :]
+    return astype(equal(rows, columns), dtype or float64)
 
 
 # Shapes and indices
@@ -396,7 +399,9 @@ def concat(arrays: Sequence[Array], /, *, axis: int | None = 0) -> Array:
     axis %= arrays[0].ndim
     shape = list(_without(axis, arrays[0].shape, *(x.shape for x in arrays[1:])))
     shape.insert(axis, functools.reduce(lambda a, b: a + b, (x.shape[axis] for x in arrays)))
-    arrays = [x for x in arrays if isinstance(x.shape[axis], Size) or x.shape[axis]]
+    filled = [x for x in arrays if isinstance(x.shape[axis], Size) or x.shape[axis]]
+    if len(filled) < len(arrays):
+        return concat(filled, axis=axis) if filled else arrays[0]
     return _need(*arrays).emit("Concat", arrays, common, shape, axis=axis)
 
 
@@ -507,9 +512,7 @@ def take(x: Array, ids: Array, /, *, axis: int | None = None) -> Array:
 def take_along_axis(x: Array, ids: Array, /, *, axis: int = -1) -> Array:
     axis %= x.ndim
     common = _without(axis, x.shape, ids.shape)
-    x, ids = (
-        broadcast_to(a, (*common[:axis], a.shape[axis], *common[axis:])) for a in (x, ids)
-    )
+    x, ids = (broadcast_to(a, (*common[:axis], a.shape[axis], *common[axis:])) for a in (x, ids))
     return _need(x, ids).emit("GatherElements", [x, ids], x.dtype, ids.shape, axis=axis)
 
 
@@ -588,9 +591,7 @@ def argmax(x: Array, /, *, axis: int | None = None, keepdims: Any = False) -> Ar
 
 
 @_folded
-def argsort(
-    x: Array, /, *, axis: int = -1, descending: Any = False, stable: Any = True
-) -> Array:
+def argsort(x: Array, /, *, axis: int = -1, descending: Any = False, stable: Any = True) -> Array:
     """Of equal elements, the first one comes first."""
     axis %= x.ndim
     graph = _need(x)

@@ -28,21 +28,29 @@ def _in_range(ids: Array, *, size: int) -> bool:
 
 @kernel(constant, "onnx")
 def _constant(like: Array, *, of: Any, args: tuple[Any, ...], dtype: Any = None) -> Array:
-    """The reference's, of the largest length; of it, the first rows are those of a shorter one."""
-    if of is positions._table and args[0] > MOST_ROWS:
-        raise NotExported(
-            f"onnx: a table of {args[0]} sinusoidal positions; give max_len, the most tokens"
-        )
-    if not any(isinstance(a, Size) for a in args):
-        return constant.reference(like, of=of, args=args, dtype=dtype)
-    if of is not positions._table:
+    """The reference's; of a table with a row for each position, the first rows of the longest."""
+    size = next((a for a in args if isinstance(a, Size)), None)
+    if of is positions._table:
+        n_rows, width = args
+        n_rows = n_rows if size is None else size.graph.most
+        if n_rows > MOST_ROWS:
+            raise NotExported(
+                "onnx: the table of sinusoidal positions has no last row; give max_len, the most "
+                "tokens"
+            )
+        table = constant.reference(like, of=of, args=(n_rows, width), dtype=dtype)
+        return table if size is None else table[:size, :]
+    if size is not None:
         raise NotExported(f"onnx: the table {of.__name__} depends on a dynamic size")
-    length, width = args
-    table = constant.reference(like, of=of, args=(int(length), width), dtype=dtype)
-    return table[:length, :]
+    return constant.reference(like, of=of, args=args, dtype=dtype)
 
 
-@kernel(ops.index_add, "onnx")
+def _known(x: Array, y: Array, *, ids: Array) -> str | None:
+    is_known = all(array.value is not None for array in (x, y, ids))
+    return "the reference computes constants at once" if is_known else None
+
+
+@kernel(ops.index_add, "onnx", unsupported=_known)
 def _index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     return onnx_functions.index_add(x, ids, y), IndexAddCache(ids, x.shape)

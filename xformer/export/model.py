@@ -14,7 +14,7 @@ from xformer.arrays.onnx import Array, NotExported
 from xformer.checks import require_one_of, require_sizes
 from xformer.dispatch import inference
 from xformer.export.recording import Input, recorded
-from xformer.export.writing import require_onnx, require_path, write
+from xformer.export.writing import Exported, require_onnx, require_path, write
 from xformer.models import EncoderDecoder, LanguageModel, Transformer
 from xformer.sentences.embed import POOLINGS
 from xformer.shapes import FLOATING, dtype_name, require_array
@@ -37,8 +37,8 @@ def onnx(
     types: bool = False,
     sizes: Mapping[str, int] | None = None,
     max_len: int | None = None,
-) -> None:
-    """Write the inference of a model as an ONNX file, with the parameters inside.
+) -> Exported:
+    """Write the inference of a model as an ONNX file, and return what was written.
 
     The parameters have their dotted names (`xformer.tree`). If they have 1 GiB or more, they are in
     the file `path` + ".data". The graph computes the same numbers as the model's `forward` on
@@ -105,7 +105,7 @@ def onnx(
 
     parameters = {name: Input(w.shape, w.dtype) for name, w in weights.items()}
     graph, outputs = recorded(fn, parameters | inputs, largest(model, max_len, sizes), sizes)
-    write(file, graph, outputs, weights, {"model": type(model).__name__})
+    return write(file, graph, outputs, weights, {"model": type(model).__name__})
 
 
 POSITIONAL = ("tokens", "vectors", "src", "tgt")
@@ -134,8 +134,8 @@ def host(what: str, params: Any) -> dict[str, np.ndarray]:
     return weights
 
 
-def named(params: Any, arrays: Mapping[str, Array], prefix: str = "") -> Any:
-    """`params` with arrays of the graph as leaves; frozen leaves stay frozen."""
+def named(params: Any, arrays: Mapping[str, Any], prefix: str = "") -> Any:
+    """`params` with the arrays of its leaves' names; frozen leaves stay frozen."""
     names = iter(tree.flatten(params))
     return tree.map(lambda _: arrays[prefix + next(names)], params)
 
@@ -157,9 +157,7 @@ def data_inputs(network: Any, dtype: Any) -> dict[str, Input]:
     return inputs
 
 
-def largest(
-    model: Any, max_len: int | None, sizes: Mapping[str, int] | None
-) -> dict[str, int]:
+def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) -> dict[str, int]:
     """The largest value of each dynamic size of a model.
 
     ValueError if max_len is larger than the context. NotExported if RoPE frequencies change with
@@ -175,16 +173,19 @@ def largest(
         limit = None if embed is None or embed.max_len is None else embed.max_len - embed.offset
         if max_len is not None:
             (max_len,) = require_sizes("onnx", 1, max_len=max_len)
-            if limit is not None and max_len > limit:
+            if limit is None:  # tables of distances have a power of two of rows
+                limit = 1 << (max_len - 1).bit_length()
+            elif max_len > limit:
                 raise ValueError(f"onnx: max_len must be at most {limit}, got {max_len}")
-            limit = max_len
+            else:
+                limit = max_len
         result[name] = UNBOUNDED if limit is None else limit
-    rotary = getattr(network, "rotary", None)
-    if rotary is not None and "length" not in (sizes or {}):
-        if result["length"] > rotary.max_unscaled_len:
-            n = int(rotary.max_unscaled_len)
-            raise NotExported(
-                f'onnx: rotary scaling "{rotary.scaling}" has other frequencies for more than {n} '
-                f"tokens: give max_len={n}, or fix length with sizes"
-            )
+    rotary: Any = getattr(network, "rotary", None)
+    is_dynamic = rotary is not None and "length" not in (sizes or {})
+    if is_dynamic and result["length"] > rotary.max_unscaled_len:
+        n = int(rotary.max_unscaled_len)
+        raise NotExported(
+            f'onnx: rotary scaling "{rotary.scaling}" has other frequencies for more than {n} '
+            f"tokens: give max_len={n}, or fix length with sizes"
+        )
     return result

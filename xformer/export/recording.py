@@ -40,11 +40,13 @@ def recorded(
         if n < 3:
             raise NotExported(f"onnx: {name} is at most {n}: fix it with sizes={{{name!r}: {n}}}")
 
+    most = max((n for name, n in dynamic.items() if name != "batch"), default=0)
+
     def record(less: int) -> tuple[Graph, dict[str, Array]]:
-        graph = Graph({name: n - less for name, n in dynamic.items()})
+        graph = Graph({name: n - less for name, n in dynamic.items()}, most)
         with graph.recording():
             arrays = {
-                name: graph.input(name, tuple(fixed.get(n, n) for n in x.shape), x.dtype)  # type: ignore[call-overload]
+                name: graph.input(name, [_plain(n, fixed) for n in x.shape], x.dtype)
                 for name, x in inputs.items()
             }
             outputs = fn(arrays)
@@ -56,6 +58,10 @@ def recorded(
     if dynamic:
         _require_same(graph, record(1)[0], dynamic)
     return graph, outputs
+
+
+def _plain(n: int | str, fixed: Mapping[str, int]) -> int | str:
+    return fixed.get(n, n) if isinstance(n, str) else n
 
 
 def _fixed(name: str, n: Any, largest: Mapping[str, int]) -> int:

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from array_api_compat import is_array_api_obj
 
 from xformer import optim, tree
 from xformer.arrays.onnx import Array
 from xformer.checks import require_one_of
 from xformer.export.model import data_inputs, host, largest, named, require_model
 from xformer.export.recording import Input, recorded
-from xformer.export.writing import require_onnx, require_path, write
+from xformer.export.writing import Exported, require_onnx, require_path, write
 from xformer.models import Classifier, LanguageModel, Transformer
 from xformer.ops import RandomKey
 
@@ -33,17 +32,18 @@ def onnx_step(
     dropout_seed: int | None = None,
     sizes: Mapping[str, int] | None = None,
     max_len: int | None = None,
-) -> None:
-    """Write a training step as an ONNX file: forward, backward, clipping and the optimiser's step.
+) -> Exported:
+    """Write a training step as an ONNX file, and return what was written.
 
-    The graph computes the same numbers as `model.loss`, its backward, `optim.clip_by_global_norm`
-    and the optimiser on NumPy, up to rounding. The parameters are inputs and outputs; the file does
-    not hold their values.
+    The graph has the forward, the backward, clipping and the optimiser's step. It computes the same
+    numbers as `model.loss`, its backward, `optim.clip_by_global_norm` and the optimiser on NumPy,
+    up to rounding. The parameters are inputs and outputs. Their first values, and those of the
+    optimiser's state, are written to a file beside it, with .safetensors in place of .onnx.
 
     Inputs, with dynamic sizes by name:
 
     - params.NAME for each parameter, and state.NAME for each array and counter of the optimiser's
-      state, whose first values are those of its `init`
+      state
     - tokens (batch, length) or vectors; src (batch, source_length) and tgt (batch, target_length);
       of a `Transformer`, tgt has the start token and the end token, one token more than it reads
     - targets (batch, length), or (batch,) of a Classifier; not for a `Transformer`
@@ -112,12 +112,13 @@ def onnx_step(
         outputs |= {f"new.params.{name}": x for name, x in tree.flatten(new).items()}
         return outputs | {f"new.state.{n}": x for n, x in tree.flatten(new_state).items()}
 
-    inputs = {f"params.{name}": Input(w.shape, w.dtype) for name, w in weights.items()}
-    for name, leaf in leaves.items():
-        of_array = is_array_api_obj(leaf)
-        inputs[f"state.{name}"] = Input(leaf.shape, leaf.dtype) if of_array else Input((), np.int64)
+    values = {f"params.{name}": w for name, w in weights.items()}
+    values |= {f"state.{name}": np.asarray(leaf) for name, leaf in leaves.items()}
+    values = {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in values.items()}
+    inputs = {name: Input(x.shape, x.dtype) for name, x in values.items()}
     limits = largest(model, max_len, sizes)
     if is_transformer:
         limits["target_length"] += 1
     graph, outputs = recorded(fn, inputs | data | others, limits, sizes)
-    write(file, graph, outputs, {}, {"model": type(model).__name__})
+    about = {"model": type(model).__name__}
+    return write(file, graph, outputs, {}, about, first=values)

@@ -6,9 +6,10 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from safetensors.numpy import save_file
 
 import xformer
 from xformer.arrays.onnx import Array, Graph, Node, NotExported, Size
@@ -17,6 +18,15 @@ from xformer.files import replacing
 OPSET, IR_VERSION = 18, 8  # ONNX Runtime reads them since 1.14
 EXTERNAL = 1 << 30  # bytes of weights from which they are in a file of their own; ONNX has 2^31
 ALIGNED = 4096  # a weight in that file begins at a multiple of so many bytes
+
+
+class Exported(NamedTuple):
+    """What was written. A type is a dtype and a shape, such as "int64 (batch, length)"."""
+
+    files: tuple[Path, ...]
+    inputs: dict[str, str]  # name -> type
+    outputs: dict[str, str]
+    n_nodes: int
 
 
 def require_onnx() -> None:
@@ -47,12 +57,16 @@ def write(
     outputs: Mapping[str, Array],
     weights: Mapping[str, np.ndarray],
     about: Mapping[str, str],
-) -> None:
+    *,
+    first: Mapping[str, np.ndarray] | None = None,
+) -> Exported:
     """Write the graph, atomically, after `onnx.checker` has checked it.
 
     weights: inputs of the graph that become initializers, by name. If they have 1 GiB or more, they
         are written to a file beside it, with the name's end .onnx.data.
     about: metadata
+    first: first values of inputs, which are written to a file beside it, with .safetensors in place
+        of .onnx
     """
     import onnx
 
@@ -64,18 +78,30 @@ def write(
     del proto.graph.input[:]
     proto.graph.input.extend(inputs)
     weights = {name: w for name, w in weights.items() if name in used}
-    if sum(w.nbytes for w in weights.values()) < EXTERNAL:
-        proto.graph.initializer.extend(
-            onnx.numpy_helper.from_array(w, name) for name, w in weights.items()
-        )
-        with replacing(path) as (part,):
-            part.write_bytes(proto.SerializeToString())
-        return
-    data = path.with_name(path.name + ".data")
-    with replacing(data, path) as (data_part, part):
-        with data_part.open("wb") as file:
-            proto.graph.initializer.extend(_external(file, weights, data.name))
-        part.write_bytes(proto.SerializeToString())
+    is_external = sum(w.nbytes for w in weights.values()) >= EXTERNAL
+    files = [path]  # last, when all that it needs is there
+    if is_external:
+        files.insert(0, path.with_name(path.name + ".data"))
+    elif first is not None:
+        files.insert(0, path.with_suffix(".safetensors"))
+    with replacing(*files) as parts:
+        if is_external:
+            with parts[0].open("wb") as file:
+                proto.graph.initializer.extend(_external(file, weights, files[0].name))
+        else:
+            proto.graph.initializer.extend(
+                onnx.numpy_helper.from_array(w, name) for name, w in weights.items()
+            )
+            if first is not None:
+                save_file(dict(first), parts[0])
+        parts[-1].write_bytes(proto.SerializeToString())
+    types = {x.name: _type(x) for x in (*inputs, *proto.graph.output)}
+    return Exported(
+        tuple(files),
+        {x.name: types[x.name] for x in inputs},
+        {name: types[name] for name in outputs},
+        len(proto.graph.node),
+    )
 
 
 def _needed(graph: Graph, outputs: Mapping[str, Array]) -> list[Node]:
@@ -141,13 +167,26 @@ def _info(graph: Graph, name: str, x: Array) -> Any:
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), shape)
 
 
+def _type(x: Any) -> str:
+    """The dtype and shape of an input or output."""
+    from onnx import helper
+
+    tensor = x.type.tensor_type
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type).name
+    sizes = [
+        d.dim_param or (d.dim_value if d.HasField("dim_value") else "?") for d in tensor.shape.dim
+    ]
+    return f"{dtype} ({', '.join(map(str, sizes))})"
+
+
 def _check(proto: Any) -> None:
     import onnx
 
     try:
         onnx.checker.check_model(proto, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise NotExported(f"onnx: the recorded graph is not valid: {error}") from error
+        why = str(error).partition("\n")[0]
+        raise NotExported(f"onnx: the recorded graph is not valid: {why}") from error
 
 
 def _external(file: BinaryIO, weights: Mapping[str, np.ndarray], location: str) -> Iterator[Any]:
