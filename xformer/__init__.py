@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from xformer.gradcheck import GradientError, gradcheck
     from xformer.models import GPT, Transformer
     from xformer.ops import RandomKey
+    from xformer.rounding import rounded
     from xformer.trace import trace
     from xformer.world import world
 
@@ -78,6 +79,7 @@ __all__ = [
     "plots",
     "pretrained",
     "reference_only",
+    "rounded",
     "sentences",
     "trace",
     "training",
@@ -106,6 +108,7 @@ later(
     parallel="parallel",
     plots="plots",
     pretrained="pretrained",
+    rounding="rounded",
     sentences="sentences",
     trace="trace",
     training="training",
