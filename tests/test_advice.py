@@ -194,6 +194,10 @@ def test_a_missing_path_is_found_next_to_it(
     data = meant("train", *tiny, "--data", "data/my-fox.txt", "--out", "runs/gpt")
     assert main(["train", *tiny, "--data", data, "--out", "runs/gpt"]) == 0
     assert meant("train", "--resume", "runs/gtp") == "runs/gpt"
+    assert meant("train", "--resume", "run/gpt") == "runs/gpt"
+    assert meant("train", "--resume", "gpt") == "runs/gpt"  # runs/ is forgotten
+    assert main(["train", "--resume", "zzz"]) == 1
+    assert capsys.readouterr().err == "xformer: error: zzz does not exist\n"
     assert meant("generate", "--model", "runs/gpt2", "--prompt", "a") == "runs/gpt"
     assert meant("summary", "--model", "runs/gpd") == "runs/gpt"
     assert main(["summary", "--model", "runs/gpd"]) == 1

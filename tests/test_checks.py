@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import xformer as xf
 from xformer import finetune, optim, pretrained
-from xformer.checks import did_you_mean, near_path, require_one_of
+from xformer.checks import did_you_mean, finite, near_path, require_one_of, require_utf8
 from xformer.ledger import ledger
 from xformer.training import TrainConfig, named_vocabulary
 
@@ -82,7 +83,12 @@ def test_the_nearest_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert shlex.split(near.removeprefix("; did you mean ").removesuffix("?")) == [
         str(tmp_path / "it's here")
     ]
-    for path in ("it's here", "absent/it's here", "zzz"):  # it exists, no folder, nothing is near
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "gpt").mkdir()
+    for path in ("run/gpt", "rums/gpt2", "runs/gtp"):  # any part may be wrong
+        assert near_path(tmp_path / path) == f"; did you mean {tmp_path / 'runs/gpt'}?"
+    # It exists; it has no folder; nothing is near.
+    for path in ("it's here", "absent/it's here", "zzz", "run/absent"):
         assert near_path(tmp_path / path) == ""
 
     def refused(path: Any) -> Any:
@@ -90,3 +96,15 @@ def test_the_nearest_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("os.listdir", refused)
     assert near_path(tmp_path / "its here") == ""
+
+
+def test_a_text_without_utf8_is_refused() -> None:
+    require_utf8("f: x", "Grüße \U0001f600")
+    with pytest.raises(ValueError, match=r"^f: x must be UTF-8, got 'a\\udcff' at character 2$"):
+        require_utf8("f: x", b"a\xff".decode(errors="surrogateescape"))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, np.float32("nan")])
+def test_what_is_not_finite_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=r"^f: x must be finite, got -?(inf|nan)$"):
+        finite("f", "x", value)

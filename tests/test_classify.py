@@ -104,9 +104,13 @@ def test_what_is_no_classifier(tmp_path: Path) -> None:
     encoder = pretrained.model(BERT)
     bare = LanguageModel(encoder.embed, encoder.blocks, causal=False, head=None)
     for other, got in ((encoder, "an encoder with a pooler"), (bare, "an encoder without a head")):
-        with pytest.raises(ValueError, match=f"must be a classifier, got {got}.*finetune --task classify"):
+        with pytest.raises(
+            ValueError, match=f"must be a classifier, got {got}.*finetune --task classify"
+        ):
             classify(other, params, own, TEXTS)
-        with pytest.raises(ValueError, match=f"must be a classifier, got {got}.*finetune --task classify"):
+        with pytest.raises(
+            ValueError, match=f"must be a classifier, got {got}.*finetune --task classify"
+        ):
             labels(other)
 
 
@@ -177,7 +181,10 @@ def test_classes_of_one_name_are_all_printed(
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path, BERT)
     for command, message in [
-        (["x"], "classify: the model must be a classifier, got an encoder with a pooler (BertModel)"),
+        (
+            ["x"],
+            "classify: the model must be a classifier, got an encoder with a pooler (BertModel)",
+        ),
         (["x", "--top", "0"], "--top must be at least 1, got 0"),
         ([], "there are no texts"),
     ]:

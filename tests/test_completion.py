@@ -61,6 +61,7 @@ def completed(script: Path, *words: str) -> list[str]:
         (("prepare", "text"), ["text.txt"]),
         (("plot", "runs", "text"), ["text.txt"]),
         (("generate", "--prompt", "x"), [""]),
+        (("exercise", "soft"), ["softmax", "softmax_mistake"]),
     ],
 )
 def test_what_bash_offers(script: Path, words: tuple[str, ...], offered: list[str]) -> None:

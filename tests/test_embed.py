@@ -194,7 +194,11 @@ def test_wrong_arguments(opened: tuple[Any, Any, Any], tmp_path: Path) -> None:
         embed(*opened, TEXTS, prompt=None)
     with pytest.raises(TypeError, match="embed: text 2 must be a string, got int"):
         embed(*opened, ["a", 3])
-    with pytest.raises(ValueError, match="embed: the model must be an encoder.*, got a GPT of xformer"):
+    with pytest.raises(ValueError, match="embed: text 2 must be UTF-8"):
+        embed(*opened, ["a", "b\udcff"])
+    with pytest.raises(
+        ValueError, match=r"embed: the model must be an encoder.*, got a GPT of xformer"
+    ):
         embed(GPT(7, 1, 4, 1, 5), params, own, TEXTS)
     small = pretrained.model(BERT | {"vocab_size": 9})
     with pytest.raises(ValueError, match="must be the model's, whose ids are below 9, got id 23"):

@@ -334,7 +334,7 @@ def test_files_that_are_not_python(
 
 def test_wrong_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for command, says in {
-        ("softmx",): "there is no exercise 'softmx'; did you mean softmax",
+        ("softmx",): "there is no exercise 'softmx'; did you mean softmax?",
         ("qqq",): "`xformer exercise` lists them",
         ("relu", "--check"): "relu.py does not exist: `xformer exercise relu` writes relu.py",
         ("--check",): "need the NAME of an exercise",

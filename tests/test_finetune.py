@@ -350,7 +350,12 @@ def test_what_cannot_be_trained(tmp_path: Path) -> None:
             "bert",
             "problem_type must be single_label_classification, got 'multi_label_classification'",
         ),
-        ("seq2seq", LLAMA, "llama", "must be an encoder-decoder with one vocabulary and a head, got a caus"),
+        (
+            "seq2seq",
+            LLAMA,
+            "llama",
+            "must be an encoder-decoder with one vocabulary and a head, got a caus",
+        ),
         ("contrastive", T5, "t5", "must be an encoder or a decoder of tokens, got an encoder-deco"),
         ("summary", LLAMA, "llama", "task must be one of causal, prefix, masked, classify, seq2"),
     ],

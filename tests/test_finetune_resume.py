@@ -328,7 +328,7 @@ def test_patience(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume", "absent"], "absent is no run: it has no run.json"),
+        (["--resume", "absent"], "absent does not exist"),
         (["--resume", "run", "--lora", "4"], "--lora: the run in run has 2, got 4"),
         (["--resume", "run", "--task", "masked"], "--task: the run in run has causal, got masked"),
         (["--resume", "run", "--optimiser", "sgd"], "--optimiser: the run in run has adamw, got s"),

@@ -277,7 +277,7 @@ def test_an_empty_prompt_is_the_token_that_begins_texts() -> None:
 
 
 def test_half_a_letter_is_no_prompt() -> None:
-    with pytest.raises(UnicodeEncodeError):
+    with pytest.raises(ValueError, match=r"^the prompt must be UTF-8, got '\\ud800' at char"):
         stream_text(GPT, PARAMS, Bytes(), "\ud800", max_new_tokens=3)
 
 

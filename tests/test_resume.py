@@ -272,7 +272,7 @@ def stopped(text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume", "absent"], "absent is no run: it has no run.json"),
+        (["--resume", "absent"], "absent does not exist"),
         (["--resume", "run", "--lr", "1"], "--lr: the run in run has 0.005, got 1.0"),
         (["--resume", "run", "--layers", "2"], "--layers: the run in run has 1, got 2"),
         (["--resume", "run", "--ema", "0.5"], "--ema: the run in run has 0.9, got 0.5"),

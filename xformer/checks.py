@@ -48,15 +48,30 @@ def did_you_mean(value: Any, known: Iterable[str]) -> str:
 
 
 def near_path(path: Path) -> str:
-    """The end of a message, as `did_you_mean`, with the path that a missing `path` resembles."""
-    if path.exists():
-        return ""
+    """The end of a message, as `did_you_mean`, with the path that a missing `path` resembles.
+
+    Any part of the path may be misspelt.
+    """
+    near = None if path.exists() else _similar(path)
+    return "" if near is None else f"; did you mean {shlex.quote(str(near))}?"
+
+
+def _similar(path: Path) -> Path | None:
+    """The existing path that a missing one resembles; None if it resembles none."""
+    parent = path.parent
+    if parent == path:
+        return None
+    if not parent.exists():
+        found = _similar(parent)
+        if found is None or (found / path.name).exists():
+            return found and found / path.name
+        parent = found
     try:
-        names = sorted(os.listdir(path.parent))
-    except OSError:  # it does not exist either, or may not be read
-        return ""
+        names = sorted(os.listdir(parent))
+    except OSError:  # it may not be read, or is a file
+        return None
     near = _nearest(path.name, names)
-    return "" if near is None else f"; did you mean {shlex.quote(str(path.parent / near))}?"
+    return None if near is None else parent / near
 
 
 def _nearest(value: Any, known: Iterable[str]) -> str | None:
@@ -265,11 +280,21 @@ def number(op: str, name: str, value: Any, low: float = -math.inf, high: float =
 
 
 def finite(op: str, name: str, value: Any, low: float = -math.inf) -> float:
-    """`value` as a float. Raises as `number` does, and ValueError for infinity."""
-    plain = number(op, name, value, low=low)
-    if math.isinf(plain):
+    """`value` as a float. Raises as `number` does, and ValueError for infinity and NaN."""
+    if isinstance(value, Real) and not math.isfinite(float(value)):
         raise ValueError(f"{op}: {name} must be finite, got {value}")
-    return plain
+    return number(op, name, value, low=low)
+
+
+def require_utf8(what: str, text: str) -> None:
+    """ValueError for a text that has no UTF-8, such as an argument of a command in Latin-1."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(error.start - 10, 0) : error.end + 10]
+        raise ValueError(
+            f"{what} must be UTF-8, got {around!a} at character {error.start + 1}"
+        ) from error
 
 
 def require_cap(op: str, cap: float, name: str = "softcap") -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
+from xformer.exercises import EXERCISES
 
 SHELLS = ("bash", "zsh", "fish")
 ABOUT = """Print a script with which the Tab key completes commands, options, names and
@@ -39,8 +40,11 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     from xformer.cli import command_parser  # which imports this module
 
-    parser, _ = command_parser()
+    parser, commands = command_parser()
     _complete_paths(parser, shtab.FILE)
+    for action in commands["exercise"]._actions:
+        if action.dest == "name":  # in messages, so many choices would be too long
+            action.choices = tuple(EXERCISES)
     print(shtab.complete(parser, args.shell))
     return 0
 

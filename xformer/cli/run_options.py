@@ -138,7 +138,9 @@ class Stored(NamedTuple):
         try:
             notes = read_run(folder).get("notes")
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error}{near_path(Path(folder))}") from error
+            below = Path("runs", folder)  # where the commands make folders
+            near = f"; did you mean {shlex.quote(str(below))}?" if below.is_dir() else ""
+            raise FileNotFoundError(f"{error}{near or near_path(Path(folder))}") from error
         if isinstance(notes, dict):
             for command, mark in MARKS.items():
                 if command != self.command and mark in notes:

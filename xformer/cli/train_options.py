@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer.checks import require_sizes
+from xformer.checks import finite, require_sizes
 from xformer.cli import train_from
 from xformer.cli.config_file import add_config
 from xformer.cli.parser import Parser
@@ -276,6 +276,8 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError(
             f"--init fixup needs --norm-placement none, got {options['norm_placement']}"
         )
+    if options["residual_scale"] is not None:
+        finite("train", "--residual-scale", options["residual_scale"])
     if options["positions"] == "xl":
         options["memory"] = options["max_len"] if options["memory"] is None else options["memory"]
         require_sizes("train", 0, **{"--memory": options["memory"]})

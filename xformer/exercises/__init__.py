@@ -9,8 +9,7 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
+from xformer.checks import did_you_mean
 from xformer.exercises import lecture1, lecture2, lecture3, lecture4, lecture5, lecture6
 from xformer.exercises.exercise import Exercise, Mistake
 from xformer.exercises.findings import Finding, Grade
@@ -23,9 +22,8 @@ EXERCISES = {one.name: one for lecture in _LECTURES for one in lecture.EXERCISES
 
 
 def get(name: str) -> Exercise:
-    """The exercise of this name. ValueError, with names that are like it, if there is none."""
+    """The exercise of this name. ValueError, with a name that is like it, if there is none."""
     if name not in EXERCISES:
-        near = get_close_matches(name, EXERCISES, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else "`xformer exercise` lists them"
-        raise ValueError(f"there is no exercise {name!r}; {hint}")
+        near = did_you_mean(name, EXERCISES) or "; `xformer exercise` lists them"
+        raise ValueError(f"there is no exercise {name!r}{near}")
     return EXERCISES[name]

@@ -10,12 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import layers, ops
-from xformer.exercises.exercise import Exercise, Mistake, normal, softmax, total
+from xformer.exercises.exercise import Exercise, Formula, Mistake, normal, softmax, total
 from xformer.showing import short
 
 UNSCALED = "the factor K^-1/2 is missing in dq and dk: scores = q k^T K^-1/2"
 TRANSPOSED = "dq = dscores k K^-1/2, not dscores k^T: its shapes fit only if T, S and K are equal"
 TINY = "adding -1e-20 to a score masks nothing: a forbidden key needs -inf, or a probability of 0"
+WITHOUT_SOFTMAX = "the backward of softmax is left out: dscores is not dprobs"
+WITHOUT_SUM = (
+    "the sum in the backward of softmax is missing: probs * (dprobs - sum(dprobs * probs))"
+)
+NO_SCALE = "the scores need the factor K^-1/2"
+NO_ROOT = "the scores are divided by K: divide by its root"
 BY_DK = "all three weights are computed from dk: dw_q = x^T dq, dw_k = x^T dk, dw_v = x^T dv"
 DIAGONAL = "a row of x is in a row and in a column of y, so both products of dy are needed in full"
 
@@ -24,10 +30,16 @@ def _t(x: Any) -> Any:
     return np.swapaxes(x, -1, -2)
 
 
+def _probs(a: SimpleNamespace, scale: float) -> Any:
+    """The probabilities; 0 for keys that `a.allowed`, if there is one, forbids."""
+    allowed = getattr(a, "allowed", True)
+    return softmax(np.where(allowed, a.q @ _t(a.k) * scale, -1e30)) * allowed
+
+
 def _attention(a: SimpleNamespace, dy: Any) -> tuple[Any, Any, Any, Any, Any]:
     """scale, probs, dprobs, dscores and the right dq."""
     scale = a.q.shape[-1] ** -0.5
-    probs = softmax(a.q @ _t(a.k) * scale)
+    probs = _probs(a, scale)
     dprobs = dy @ _t(a.v)
     dscores = probs * (dprobs - total(dprobs * probs))
     return scale, probs, dprobs, dscores, dscores @ a.k * scale
@@ -54,11 +66,11 @@ def _without_sum(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
 
 
 def _no_scale_forward(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    return {"y": softmax(a.q @ _t(a.k)) @ a.v}
+    return {"y": _probs(a, 1) @ a.v}
 
 
 def _scale_without_root(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    return {"y": softmax(a.q @ _t(a.k) / a.q.shape[-1]) @ a.v}
+    return {"y": _probs(a, 1 / a.q.shape[-1]) @ a.v}
 
 
 def _over_queries(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
@@ -107,13 +119,10 @@ def attention_backward(dy, saved):
     mistakes=(
         Mistake(UNSCALED, _unscaled, "003-unscaled"),
         Mistake(TRANSPOSED, _keys_transposed, "004-keys-transposed"),
-        Mistake("the backward of softmax is left out: dscores is not dprobs", _without_softmax),
-        Mistake(
-            "the sum in the backward of softmax is missing: probs * (dprobs - sum(dprobs * probs))",
-            _without_sum,
-        ),
-        Mistake("the scores need the factor K^-1/2", _no_scale_forward),
-        Mistake("the scores are divided by K: divide by its root", _scale_without_root),
+        Mistake(WITHOUT_SOFTMAX, _without_softmax),
+        Mistake(WITHOUT_SUM, _without_sum),
+        Mistake(NO_SCALE, _no_scale_forward),
+        Mistake(NO_ROOT, _scale_without_root),
         Mistake("softmax must run over the keys, the last axis", _over_queries),
     ),
 )
@@ -131,6 +140,11 @@ def _lower(a: SimpleNamespace, shift: int) -> Any:
 
 def _offset(a: SimpleNamespace) -> int:
     return a.k.shape[-2] - a.q.shape[-2]
+
+
+def _masked(formula: Formula) -> Formula:
+    """A wrong formula of attention, with the causal mask."""
+    return lambda a, dy: formula(SimpleNamespace(**vars(a), allowed=_lower(a, _offset(a))), dy)
 
 
 CAUSAL_ATTENTION = Exercise(
@@ -184,6 +198,11 @@ def causal_attention_backward(dy, saved):
             "a query without any key gives 0 / 0: it must give 0",
             lambda a, dy: _causal(a, _lower(a, _offset(a)), -np.inf),
         ),
+        Mistake(UNSCALED, _masked(_unscaled)),
+        Mistake(WITHOUT_SOFTMAX, _masked(_without_softmax)),
+        Mistake(WITHOUT_SUM, _masked(_without_sum)),
+        Mistake(NO_SCALE, _masked(_no_scale_forward)),
+        Mistake(NO_ROOT, _masked(_scale_without_root)),
     ),
 )
 

@@ -7,6 +7,7 @@ from itertools import compress
 from typing import Any, Protocol
 
 from xformer import renamed
+from xformer.checks import require_utf8
 from xformer.generation.constraints import constrained, constraints
 from xformer.generation.generate import stream
 from xformer.generation.prefix import is_iterable, network_of, stop_ids
@@ -119,10 +120,13 @@ def prompt_ids(tokenizer: Codec, model: Any, prompt: str, what: str = "prompt") 
     """The token ids of a prompt, at least one.
 
     An empty prompt becomes the model's bos_token_id, else the tokenizer's bos_id. ValueError if
-    there is neither; TypeError if the prompt is not a string. what: the prompt's name in errors.
+    there is neither, and if the prompt has no UTF-8; TypeError if it is not a string.
+
+    what: the prompt's name in errors
     """
     if not isinstance(prompt, str):
         raise TypeError(f"the {what} must be a string, got {type(prompt).__name__}")
+    require_utf8(f"the {what}", prompt)
     ids = tokenizer.encode(prompt)
     if ids:
         return ids

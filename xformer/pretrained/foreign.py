@@ -164,7 +164,7 @@ def _python(code: str) -> str:
 
 
 def elsewhere(path: Path, kind: str = "model") -> str:
-    """The end of a message for a missing path: a path like it, and how to download from the Hub.
+    """The end of a message for a missing path: a path like it, or how to download from the Hub.
 
     kind: "model", which the Hub calls NAME or OWNER/NAME; or "dataset", OWNER/NAME only
     """
@@ -172,11 +172,11 @@ def elsewhere(path: Path, kind: str = "model") -> str:
     path = path.relative_to(here) if path.is_relative_to(here) else path
     text = str(path).replace("https:/hug", "https://hug").replace("https:/hf", "https://hf")
     match = HUB_NAME.fullmatch(text)
-    if match is None or (path.parent.is_dir() if match[1] else kind == "dataset"):
+    if near or match is None or (path.parent.is_dir() if match[1] else kind == "dataset"):
         return near
     name, of_kind = (match[1] or "") + match[2], "" if kind == "model" else f"--repo-type {kind} "
     return (
-        f"{near or '.'} If it is a {kind} on the Hugging Face Hub, fetch it first, as nothing is "
+        f". If it is a {kind} on the Hugging Face Hub, fetch it first, as nothing is "
         f"downloaded, then name {match[2]}: `hf download {name} {of_kind}--local-dir {match[2]}`"
     )
 

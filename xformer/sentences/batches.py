@@ -13,7 +13,7 @@ from array_api_compat import device
 
 from xformer import backends
 from xformer.backends import Backend
-from xformer.checks import require_sizes
+from xformer.checks import require_sizes, require_utf8
 from xformer.compiling import Forward, bucket, records
 from xformer.models import LanguageModel
 from xformer.models.in_words import in_words
@@ -97,6 +97,7 @@ def _listed(what: str, texts: Any) -> list[str]:
     for i, text in enumerate(listed):
         if not isinstance(text, str):
             raise TypeError(f"{what}: text {i + 1} must be a string, got {type(text).__name__}")
+        require_utf8(f"{what}: text {i + 1}", text)
     return listed
 
 

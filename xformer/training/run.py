@@ -422,7 +422,8 @@ def read_run(folder: str | os.PathLike[str]) -> Any:
     """The content of run.json. FileNotFoundError if there is none, ValueError if it is damaged."""
     path = Path(folder) / RUN
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is no run: it has no {RUN}")
+        why = f"is no run: it has no {RUN}" if os.path.lexists(folder) else "does not exist"
+        raise FileNotFoundError(f"{folder} {why}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] == FORMAT and isinstance(content["about"], dict):
