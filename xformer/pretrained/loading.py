@@ -18,6 +18,7 @@ from xformer.initializers import Shapes
 from xformer.models.language_model import LanguageModel, LanguageModelParams
 from xformer.pretrained import families, files
 from xformer.pretrained.config import Config
+from xformer.pretrained.differences import difference
 from xformer.pretrained.family import Family
 from xformer.pretrained.foreign import require_model
 from xformer.pretrained.keys import unread_keys, warn_of
@@ -169,9 +170,12 @@ def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
     folder: may be the one that the model was loaded from. An interrupted write leaves the old
         files.
 
-    ValueError for another model, or for params of another model.
+    ValueError for another model, for params of another model, and if the model has an option that
+    its configuration does not describe. Rates of dropout, and options that change only training or
+    memory, may differ.
     """
     arrays = tensors_of(model, params)
+    _require_described(model, arrays)
     if model.hf_config["model_type"] == families.llama2c.MODEL_TYPE:
         families.llama2c.write_file(folder, model.hf_config, arrays)
         return
@@ -180,6 +184,17 @@ def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
     generation = model.generation_config
     more = {} if generation is None else {files.GENERATION: generation}
     files.write(folder, arrays, config | {"dtype": dtypes[0]}, more=more)
+
+
+def _require_described(model: Any, names: Collection[str]) -> None:
+    """ValueError unless model.hf_config describes the model with tensors of these names."""
+    described, _ = _described(model.hf_config, names, "save")
+    if unlike := difference(model, described):
+        path, got, wanted = unlike
+        raise ValueError(
+            f"save: the model must be the one of its hf_config: {path} must be {wanted!r:.60}, got "
+            f"{got!r:.60}; xformer.training.checkpoint.save stores any model"
+        )
 
 
 def tensors_of(model: Any, params: Any) -> dict[str, np.ndarray]:
