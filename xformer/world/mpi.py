@@ -23,6 +23,7 @@ LARGEST = 1 << 30  # bytes of a message: MPI counts in 32 bits
 SPIN = 1e-3  # seconds in which a wait only yields; then it sleeps, since others need the cores
 NAP = 1e-4  # seconds of a sleep
 PATIENCE = 1.0  # seconds in which all processes may fail alike
+STAGGER = 0.5  # further seconds for each rank
 PARTS, SENT = 1, 2  # tags
 
 
@@ -34,6 +35,7 @@ class Mpi(World):
 
     def __init__(self, comm: MPI.Comm = MPI.COMM_WORLD) -> None:
         self._comm = comm.Dup()  # so that messages of other code on `comm` are not ours
+        self._failed = comm.Dup()  # for `end`, while others are in a call on `_comm`
         self.rank, self.size = comm.rank, comm.size
         self.host = MPI.Get_processor_name()
         local = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
@@ -69,8 +71,9 @@ class Mpi(World):
         """
         if self.rank == 0:
             print(message, file=sys.stderr, flush=True)
-        together = self._comm.Ibarrier()
-        limit = time.perf_counter() + PATIENCE + NAP * self.rank
+        together = self._failed.Ibarrier()
+        # Of several that fail, the first one should end the others before these print.
+        limit = time.perf_counter() + PATIENCE + STAGGER * min(self.rank, 10)
         while time.perf_counter() < limit:
             if together.Test():
                 return

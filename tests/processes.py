@@ -1,0 +1,205 @@
+"""What each of several processes does in a test: mpiexec -n W python processes.py NAME ..."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import xformer as xf
+from xformer.world import World, end_all
+
+SHAPES = [(7, 5), (), (3,), (2, 0), (1, 2, 3)]
+
+
+def term(rank: int, shape: tuple[int, ...]) -> np.ndarray:
+    """The array of a process, of which no two sums in another order have the same bits."""
+    return np.random.default_rng([rank, *shape]).normal(size=shape).astype("float32")
+
+
+def say(**found: Any) -> None:
+    """Print one line in one write, since the lines of all processes are mixed."""
+    os.write(1, (json.dumps(found) + "\n").encode())
+
+
+def collectives(world: World) -> None:
+    """Print what each collective gives."""
+    rank, size = world.rank, world.size
+    summed = [world.all_reduce(term(rank, shape)) for shape in SHAPES]
+    assert [x.dtype.name for x in summed] == ["float32"] * len(SHAPES)
+    sent = [np.full((to + 1, rank), 10 * rank + to) for to in range(size)]
+    world.send(np.full(3, rank), (rank + 1) % size)
+    world.send(np.asfortranarray(term(rank, (7, 5))), (rank + 1) % size)
+    pair = [world.receive((rank - 1) % size) for _ in range(2)]
+    half = world.split(rank % 2)
+    say(
+        rank=rank,
+        size=size,
+        local=[world.local_rank, world.local_size],
+        all_reduce=[x.tobytes().hex() for x in summed],
+        shapes=[x.shape for x in summed],
+        all_gather=[x.tolist() for x in world.all_gather(np.arange(rank))],
+        all_to_all=[x.tolist() for x in world.all_to_all(sent)],
+        reduce_scatter=world.reduce_scatter([np.full(2, i + 1) for i in range(size)]).tolist(),
+        sums=world.sums(rank, 1 << 40),
+        broadcast=[world.broadcast({"rank": rank}, root) for root in range(size)],
+        gather=world.gather("x" * rank),
+        first=world.first(lambda: rank),
+        received=[pair[0].tolist(), pair[1].tobytes().hex()],
+        half=[half.rank, half.size, half.sums(rank)[0]],
+        halves=half.all_gather(np.asarray(rank))[-1].tolist(),
+    )
+
+
+def libraries(world: World) -> None:
+    """Sums of arrays of other libraries stay with them."""
+    strict = xf.backends.get("array-api-strict")
+    got = world.all_reduce(strict.asarray(term(world.rank, (7, 5))))
+    say(type=type(got).__module__, sum=strict.to_numpy(got).tobytes().hex())
+
+
+def unlike(world: World) -> None:
+    """Each method refuses what does not fit; process 0's own error is raised everywhere."""
+    with_messages = {}
+    for name, call in {
+        "shapes": lambda: world.all_reduce(np.zeros(3 * world.size + 2 * world.size * world.rank)),
+        "dtypes": lambda: world.reduce_scatter(
+            [np.zeros(2, ("f4", "f8")[world.rank])] * world.size
+        ),
+        "number": lambda: world.all_to_all([np.zeros(2)]),
+        "objects": lambda: world.all_gather(np.asarray([None])),
+        "first": lambda: world.first(lambda: [][0]),
+    }.items():
+        try:
+            call()
+        except (ValueError, TypeError, IndexError) as error:
+            with_messages[name] = str(error)
+    say(rank=world.rank, **with_messages)
+
+
+def ends(world: World, *ranks: str) -> None:
+    """The processes `ranks` fail; the others wait for them."""
+    if str(world.rank) in ranks:
+        end_all(f"error: {world.rank}")
+        sys.exit(1)
+    world.sums(1)
+
+
+class Uneven:
+    """Batches of which some have fewer targets; number 5 has none."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def batch(self, i: int) -> Any:
+        batch = self.source.batch(i)
+        tokens, targets = batch.arrays
+        targets = np.where(np.arange(targets.size).reshape(targets.shape) % 6 < i % 6, -1, targets)
+        targets[:] = -1 if i == 5 else targets
+        return batch._replace(arrays=(tokens, targets), n_targets=int((targets != -1).sum()))
+
+
+def trained(world: World, folder: str, accumulate: int, n_steps: int = 6) -> None:
+    """A run in a folder, with dropout, a moving average, validation and uneven targets."""
+    import runs
+
+    config = xf.training.TrainConfig(
+        **vars(runs.CONFIG) | {"steps": n_steps, "accumulate": accumulate}
+    )
+    loss = xf.training.loss_of(runs.MODEL, ignore_index=-1)
+    with runs.opened(Path(folder), world=world) as run:
+        state = run.begin(runs.begun(config))
+        source = Uneven(runs.source(config))
+        held_out = list(xf.training.Windows(runs.TOKENS[500:], 8, 4, 0).held_out(5))
+        options: Any = {"held_out": held_out, "world": world, "donate": True}
+        steps = xf.training.train(loss, state, source, config, runs.NUMPY, **options)
+        for step in run.record(steps):
+            state = step.state
+    assert state.step == config.steps
+    say(rank=world.rank, norm=step.norm, loss=step.loss, validation=step.validation)
+
+
+def command(fault: str, *argv: str) -> int:
+    """`xformer` with a fault, NAME@RANK. FAULTS/PID-RANK is made for the process of each rank."""
+    from xformer.cli import main
+    from xformer.training import loss, run, windows
+
+    rank = os.environ.get("PMI_RANK", "0")
+    if pids := os.environ.get("PIDS"):
+        Path(pids, rank).write_text(str(os.getpid()))
+    name, _, where = fault.partition("@")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    if where != rank:
+        return main(argv)
+    if name == "version":
+        run.__version__ = "0.0.1"
+    elif name == "log":
+        run.append = _failing(run.append, 6, full)
+    elif name == "checkpoint":
+        run.write_state = _failing(run.write_state, 1, full)
+    elif name == "model":
+        run.checkpoint.save = _failing(run.checkpoint.save, 1, full)
+    elif name == "value":
+        windows.Windows.batch = _failing(windows.Windows.batch, 30, ValueError("a bad batch"))
+    elif name == "bug":
+        windows.Windows.batch = _failing(windows.Windows.batch, 30, KeyError("a bug"))
+    elif name == "nan":
+        of = loss.ModelLoss.of
+
+        def nan(*args: Any) -> Any:
+            value, cache = of(*args)
+            return value * np.nan, cache
+
+        loss.ModelLoss.of = nan
+    elif name == "drift":  # as another processor could
+        step = xf.training.loop._after
+
+        def drifting(state: Any, value: float, params: Any, *rest: Any) -> Any:
+            params = xf.tree.map(lambda p: np.nextafter(p, np.float32(9)), params)
+            return step(state, value, params, *rest)
+
+        xf.training.loop._after = drifting
+    else:
+        raise ValueError(name)
+    return main(argv)
+
+
+def _failing(fn: Any, n: int, error: Exception) -> Any:
+    """`fn`, whose call number n raises."""
+    calls = 0
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == n:
+            raise error
+        return fn(*args, **options)
+
+    return wrapped
+
+
+def main(name: str, *args: str) -> int:
+    if name == "command":
+        return command(*args)
+    numbers = [int(arg) if arg.isdecimal() else arg for arg in args]
+    given = args if name == "ends" else numbers
+    {
+        "collectives": collectives,
+        "libraries": libraries,
+        "unlike": unlike,
+        "ends": ends,
+        "trained": trained,
+    }[name](xf.world(), *given)
+    return 0
+
+
+if __name__ == "__main__":
+    # pytest's parent may ignore Ctrl-C, as a script's `command &` does.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main(*sys.argv[1:]))
