@@ -146,6 +146,19 @@ def test_ctrl_c_twice_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == "again, to end at once"
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_the_signals_of_batch_systems_end_after_the_step(name: str) -> None:
+    if not hasattr(signal, name):
+        pytest.skip(f"the system has no {name}")
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), interruptible() as stopping:
+        signal.raise_signal(number)
+        assert stopping()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(number) is before is signal.SIG_DFL
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None], ids=["ignored", "own"])
 def test_a_handler_that_is_not_pythons_stays(handler: Any) -> None:
     """As of a script's `command &` and of `nohup`, where Ctrl-C is for others."""
@@ -302,6 +315,63 @@ def test_mistakes_are_one_line(
     err = capsys.readouterr().err
     assert err.startswith("xformer: error: ") and message in err and err.count("\n") == 1
     assert {p: p.read_bytes() for p in Path("run").rglob("*") if p.is_file()} == before
+
+
+def test_one_command_begins_or_resumes(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the same options, however often it is started; a lock alone is no run."""
+    from xformer.cli import main, train
+
+    assert main([*COMMAND, "--out", "never"]) == 0
+    Path("run").mkdir()
+    Path("run", "lock").touch()
+    command = [*COMMAND, "--out", "run", "--auto-resume"]
+    real, printed = train.train, []
+    for n in (7, 9, 100, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "train", lambda *a, n=n, **o: itertools.islice(real(*a, **o), n))
+            assert main(command) == 0
+        printed.append(capsys.readouterr().out)
+    assert ["resuming after step" in out for out in printed] == [False, True, True, True]
+    assert "resuming after step 7\n" in printed[1] and "resuming after step 16\n" in printed[2]
+    runs.require_alike(Path("run"), Path("never"))
+
+
+def test_one_command_with_a_config_and_an_origin(text: Path) -> None:
+    """Which are of a new run otherwise."""
+    from xformer.cli import main
+
+    assert main([*COMMAND, "--steps", "2", "--out", "first"]) == 0
+    Path("c.toml").write_text("batch = 3\nsteps = 4\n")
+    command = ["train", "--from", "first", "--data", "fox.txt", "--config", "c.toml"]
+    for _ in range(2):
+        assert main([*command, "--out", "run", "--auto-resume"]) == 0
+    assert [row["step"] for row in rows(Path("run"))] == [1, 2, 3, 4]
+    assert not list(Path("run").glob("*.aside*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--auto-resume needs --out, the folder of the run"),
+        (["--resume", "run"], "--auto-resume excludes --resume: name the folder with --out"),
+        (["--out", "run", "--lr", "1"], "--lr: the run in run has 0.005, got 1.0"),
+        (["--out", "run", "--from", "run"], "--from: the run in run has None, got "),
+        (["--out", "other"], "other is no run and not empty: it has letter"),
+        (["--out", "fox.txt"], "fox.txt"),
+    ],
+)
+def test_mistakes_with_auto_resume(
+    options: list[str], message: str, stopped: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from xformer.cli import main
+
+    Path("other").mkdir()
+    Path("other", "letter").write_text("dear")
+    assert main(["train", "--data", "fox.txt", "--auto-resume", *options]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("xformer: error: ") and message in err and err.count("\n") == 1
+    assert [path.name for path in Path("other").iterdir()] == ["letter"]
+    assert not Path("runs").exists()
 
 
 def test_a_damaged_checkpoint_and_the_one_before(

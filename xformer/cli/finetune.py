@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace, world: World) -> int:
     state = training.start(job.params, job.config)  # it may raise, before a folder is made
     require_shares(job.config, world)
     if world.size > 1:
-        require_alike(world, job.backend, about_of(*job))
+        require_alike(world, job.backend, about_of(*job), options.checkpoint_every)
     folder = folder_of(options, world, "finetuned")
     run = finetune.run(
         folder,

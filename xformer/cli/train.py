@@ -69,7 +69,7 @@ def _run(options: argparse.Namespace, world: World) -> int:
         },
     }
     require_shares(job.config, world, job.loss)
-    require_alike(world, job.backend, about)
+    require_alike(world, job.backend, about, options.checkpoint_every)
     folder = folder_of(options, world)
     noted: dict[str, Any] = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
     noted["notes"] = train_options.OPTIONS.kept(options)

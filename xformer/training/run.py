@@ -114,7 +114,7 @@ class Run:
         FileExistsError if it has other files. ValueError if the processes of world differ in
         `about`, in `every` or in versions; then nothing is written.
         """
-        require_alike(self.world, self.backend, {"every": self.every, **self.about})
+        require_alike(self.world, self.backend, self.about, self.every)
         self.world.first(self._enter)
         return self
 
@@ -390,22 +390,22 @@ class Run:
         return f"the last good checkpoint is {by_step[max(by_step)]}"
 
 
-def require_alike(world: World, backend: Backend, about: Any) -> None:
-    """ValueError, in all processes, if one differs from process 0 in `about` or in versions.
+def require_alike(world: World, backend: Backend, about: Any, every: int) -> None:
+    """ValueError, in all processes, if one differs from process 0 in an argument or in versions.
 
-    about: nested JSON that describes the model, the configuration and the data
+    about, every: of `Run`
     """
     versions = {"xformer": __version__, "python": platform.python_version()}
     versions |= {"numpy": np.__version__, backend.name: backend.version}
-    mine = {"host": world.host, "about": {"versions": versions, **about}}
+    everything = {"versions": versions, **about, "checkpoint_every": every}
+    mine = {"host": world.host, "about": everything}
     first, *others = world.gather(mine)
     for rank, other in enumerate(others, start=1):
         for name in differences(first["about"], other["about"])[:1]:
-            values = (dict(parts(each["about"])).get(name) for each in (other, first))
+            here, there = (json.dumps(dict(parts(x["about"])).get(name)) for x in (first, other))
             raise ValueError(
-                "the processes differ: {} is {} in process {} on {}, {} in process 0 on {}".format(
-                    name, *map(json.dumps, values), rank, other["host"], first["host"]
-                )
+                f"the processes differ: {name} is {there} in process {rank} on {other['host']}, "
+                f"{here} in process 0 on {first['host']}"
             )
 
 
