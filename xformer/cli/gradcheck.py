@@ -5,7 +5,8 @@ check the kernels of a backend, and the references of ops without a kernel. Grad
 in float64. On backends whose compiled kernels are for float32, they are computed in
 float32 and compared with finite differences in float64.
 
-With --exact, derivatives on dual numbers take the place of finite differences.
+With --exact, derivatives on dual numbers take the place of finite differences. With --digits N they
+are computed in N digits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from xformer import backends, dispatch
 from xformer.backends import Backend
 from xformer.catalogue import Case, cases
+from xformer.cli import gradcheck_digits
 from xformer.cli.models import kernels_of
 from xformer.gradcheck import Report, Row
 
@@ -47,6 +49,13 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="compare with derivatives on dual numbers, which have only rounding errors, on NumPy",
     )
+    parser.add_argument(
+        "--digits",
+        type=int,
+        metavar="N",
+        help="compare with derivatives on dual numbers in N digits, such as 50, and show the "
+        "errors of float64 (extra digits)",
+    )
     parser.add_argument("--verbose", action="store_true", help="show one row for each case")
     parser.set_defaults(run=run)
 
@@ -56,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
     chosen = [case for case in cases() if args.only in case.name]
     if not chosen:
         raise ValueError(f"no case has {args.only!r} in its name")
+    if args.digits is not None:
+        if args.exact or args.backend:
+            raise ValueError("--digits is not possible with --exact or --backend")
+        return gradcheck_digits.run(chosen, args.digits, by_case=args.verbose)
     everywhere = [REFERENCE, "numpy"] if args.exact else [REFERENCE, *backends.available()]
     names = args.backend or everywhere
     if args.exact and set(names) & set(IN_FLOAT32):

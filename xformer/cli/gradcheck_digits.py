@@ -1,0 +1,64 @@
+"""`xformer gradcheck --digits N`: every gradient to N digits, and the errors of float64."""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from xformer.arrays.digits import require_digits
+from xformer.catalogue import Case
+from xformer.digits import CONSTANTS, Accuracy, Errors, accuracy
+
+HEAD = ("digits", "reference y", "gradients", "kernels y", "gradients")
+
+
+def run(cases: Sequence[Case], n: int, *, by_case: bool) -> int:
+    """Print a table of digits and of errors in float64; return 1 if a gradient is wrong."""
+    require_digits(n)
+    bar = tqdm(cases, unit="case", leave=False, disable=not sys.stderr.isatty())
+    found = [_measured(case, n) for case in bar]
+    print(table(found, by_case=by_case))
+    subjects = dict.fromkeys(each.case.subject for each in found if each.ok and each.agreed < n)
+    if subjects:
+        print(f"\nfewer than {n} digits because of constants in float64:")
+        print("\n".join(f"  {subject}: {CONSTANTS[subject]}" for subject in subjects))
+    failed = [each for each in found if not each.ok]
+    for each in failed:
+        print(f"\n{each.case.name}: the gradients agree to {each.agreed} digits only")
+    print(f"\n{len(found)} checks, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+def worst(found: Sequence[Accuracy]) -> tuple[int, list[float]]:
+    """The fewest digits, and the largest errors of float64 in the order of `HEAD`."""
+    errors = zip(*((*each.reference, *each.kernels) for each in found), strict=True)
+    return min(each.agreed for each in found), [max(column) for column in errors]
+
+
+def table(found: Sequence[Accuracy], *, by_case: bool) -> str:
+    """A row for each case or subject: digits that agree, and the largest errors of float64."""
+    groups: dict[str, list[Accuracy]] = {}
+    for each in found:
+        groups.setdefault(each.case.name if by_case else each.case.subject, []).append(each)
+    width = max(map(len, groups))
+    lines = ["  ".join([" " * width, *HEAD])]
+    for label, group in groups.items():
+        agreed, errors = worst(group)
+        cells = [str(agreed), *(f"{error:.1e}" for error in errors)]
+        aligned = (cell.rjust(len(head)) for cell, head in zip(cells, HEAD, strict=True))
+        lines.append("  ".join([label.ljust(width), *aligned]))
+    return "\n".join(lines)
+
+
+def _measured(case: Case, n: int) -> Accuracy:
+    """What a case shows; if it fails to run, no digit agrees."""
+    try:
+        return accuracy(case, n)
+    except Exception:
+        traceback.print_exc()
+        failed = Errors(math.inf, math.inf)
+        return Accuracy(case, n, math.inf, failed, failed)
