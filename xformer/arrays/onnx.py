@@ -15,8 +15,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -68,13 +71,14 @@ class Graph:
 
     def input(self, name: str, shape: Sequence[int | str], dtype: Any) -> Array:
         """A new input. shape: its sizes; a string is the name of a dynamic size."""
-        array = Array(self, name, tuple(self.values.get(n, n) for n in shape), np.dtype(dtype))
+        plain = tuple(self.values[n] if isinstance(n, str) else n for n in shape)
+        array = Array(self, name, plain, np.dtype(dtype))
         self.inputs[name] = array
         for axis, size in enumerate(shape):
             if isinstance(size, str) and size not in self.sizes:
                 part = self.emit("Shape", [array], np.int64, (1,), start=axis, end=axis + 1)
-                self.sizes[size] = Size(self.values[size], self, part.name)
-        array.shape = tuple(self.sizes.get(n, n) for n in shape)  # type: ignore[call-overload]
+                self.sizes[size] = Size(self.values[size], self, {(part.name,): 1})
+        array.shape = tuple(self.sizes[n] if isinstance(n, str) else n for n in shape)
         return array
 
     def emit(
@@ -159,20 +163,24 @@ class Graph:
         return self.emit("Concat", parts, np.int64, (len(shape),), axis=0)
 
 
-class Size(int):
-    """A dynamic size. Sums, products and quotients of sizes are sizes, which the graph computes.
+Terms = dict[tuple[str, ...], int]  # product of arrays (1,), by name -> its factor
 
-    Its value as an int is that of `Graph.sizes`. It does not keep the graph alive: checks of shapes
-    remember sizes.
+
+class Size(int):
+    """A dynamic size: a polynomial of integer arrays (1,) of the graph.
+
+    Sums, products and quotients of sizes are sizes; one whose dynamic terms cancel is an int. The
+    value as an int is that for `Graph.sizes`. A size does not keep the graph alive: checks of
+    shapes remember sizes.
     """
 
-    name: str
+    terms: Terms
     _graph: Callable[[], Graph | None]
 
-    def __new__(cls, value: int, graph: Graph, name: str) -> Size:
-        """A size whose value at run time is the array (1,) called `name`."""
+    def __new__(cls, value: int, graph: Graph, terms: Terms) -> Size:
+        """A size with these terms, and its value."""
         size = super().__new__(cls, value)
-        size.name, size._graph = name, weakref.ref(graph)
+        size.terms, size._graph = terms, weakref.ref(graph)
         return size
 
     @property
@@ -184,51 +192,105 @@ class Size(int):
         return graph
 
     @property
+    def key(self) -> Any:
+        """A key that is equal for equal sizes only."""
+        return tuple(sorted(self.terms.items()))
+
+    @property
     def array(self) -> Array:
         """The size as an integer array (1,)."""
-        return Array(self.graph, self.name, (1,), np.dtype(np.int64))
+        graph = self.graph
+        total: Array | None = None
+        for names, factor in sorted(self.terms.items()):
+            parts = [Array(graph, name, (1,), np.dtype(np.int64)) for name in names]
+            if factor != 1 or not parts:
+                parts.append(Array.constant(np.asarray([factor], np.int64)))
+            term = functools.reduce(functools.partial(_both, graph, "Mul"), parts)
+            total = term if total is None else _both(graph, "Add", total, term)
+        assert total is not None
+        return total
 
     def __neg__(self) -> int:
-        return 0 - self
+        return self * -1
 
     def __reduce__(self) -> Any:
         return int, (int(self),)
 
 
-def _arithmetic(name: str, node: str) -> None:
-    """Give `Size` the operator `name`, which records `node`."""
+def _both(graph: Graph, node: str, x: Array, y: Array) -> Array:
+    return graph.emit(node, [x, y], np.int64, (1,))
+
+
+def _terms(x: int) -> Terms:
+    return x.terms if isinstance(x, Size) else {(): int(x)}
+
+
+def _sum(x: int, y: int) -> Terms:
+    total = dict(_terms(x))
+    for names, factor in _terms(y).items():
+        total[names] = total.get(names, 0) + factor
+    return total
+
+
+def _difference(x: int, y: int) -> Terms:
+    return _sum(x, y * -1)
+
+
+def _product(x: int, y: int) -> Terms:
+    total: Terms = {}
+    for (a, m), (b, n) in itertools.product(_terms(x).items(), _terms(y).items()):
+        names = tuple(sorted(a + b))
+        total[names] = total.get(names, 0) + m * n
+    return total
+
+
+def _quotient(x: int, y: int) -> Terms:
+    """x // y: of the terms if y is one term that divides them all, else by nodes."""
+    if len(_terms(y)) == 1:
+        ((by, n),) = _terms(y).items()
+        exact: Terms = {}
+        for names, m in _terms(x).items():
+            rest = Counter(names)
+            rest.subtract(by)
+            if m % n or min(rest.values(), default=0) < 0:
+                break
+            exact[tuple(sorted(rest.elements()))] = m // n
+        else:
+            return exact
+    graph = (x if isinstance(x, Size) else y).graph  # type: ignore[attr-defined]
+    parts = [graph.shape_vector([n]) for n in (x, y)]
+    parts[0] = _both(graph, "Sub", parts[0], _both(graph, "Mod", *parts))  # Div rounds towards 0
+    return {(_both(graph, "Div", *parts).name,): 1}
+
+
+def _remainder(x: int, y: int) -> Terms:
+    return _difference(x, x // y * y)
+
+
+def _arithmetic(name: str, combine: Callable[[int, int], Terms]) -> None:
+    """Give `Size` the operator `name`."""
     plain = getattr(int, f"__{name}__")
 
-    def of(x: int, y: int) -> Any:
+    def of(x: Any, y: Any) -> Any:
         if not (isinstance(x, int) and isinstance(y, int)):
             return NotImplemented
-        value = plain(int(x), int(y))
-        trivial = {"add": (0, 0), "sub": (None, 0), "mul": (1, 1), "floordiv": (None, 1)}
-        for one, other, neutral in zip((x, y), (y, x), trivial.get(name, (None,) * 2), strict=True):
-            if not isinstance(one, Size) and one == neutral:
-                return other
-        same = isinstance(x, Size) and isinstance(y, Size) and x.name == y.name
-        if (name == "sub" and same) or (name == "mul" and 0 in (x, y)):
-            return 0
-        graph = (x if isinstance(x, Size) else y).graph  # type: ignore[attr-defined]
-        parts = [graph.shape_vector([n]) for n in (x, y)]
-        if name == "floordiv":  # Div rounds towards 0
-            rest = graph.emit("Mod", parts, np.int64, (1,))
-            parts[0] = graph.emit("Sub", [parts[0], rest], np.int64, (1,))
-        return Size(value, graph, graph.emit(node, parts, np.int64, (1,)).name)
+        terms = {names: factor for names, factor in combine(x, y).items() if factor}
+        if not any(terms):  # a number alone
+            return sum(terms.values())
+        return Size(plain(int(x), int(y)), (x if isinstance(x, Size) else y).graph, terms)  # type: ignore[attr-defined]
 
     setattr(Size, f"__{name}__", lambda self, other: of(self, other))
     setattr(Size, f"__r{name}__", lambda self, other: of(other, self))
 
 
-for _name, _node in {
-    "add": "Add",
-    "sub": "Sub",
-    "mul": "Mul",
-    "floordiv": "Div",
-    "mod": "Mod",
+for _name, _combine in {
+    "add": _sum,
+    "sub": _difference,
+    "mul": _product,
+    "floordiv": _quotient,
+    "mod": _remainder,
 }.items():
-    _arithmetic(_name, _node)
+    _arithmetic(_name, _combine)
 
 
 class Array:

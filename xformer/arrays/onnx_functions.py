@@ -336,7 +336,7 @@ def broadcast_to(x: Array, /, shape: tuple[int, ...]) -> Array:
 
 
 def _key(n: int) -> Any:
-    return n.name if isinstance(n, Size) else n
+    return n.key if isinstance(n, Size) else n
 
 
 def reshape(x: Array, /, shape: Any, *, copy: Any = None) -> Array:

@@ -16,6 +16,7 @@ from xformer.dispatch import inference
 from xformer.export.recording import Input, recorded
 from xformer.export.writing import Exported, require_onnx, require_path, write
 from xformer.models import EncoderDecoder, LanguageModel, Transformer
+from xformer.models.pooled import require_pooling
 from xformer.sentences.embed import POOLINGS
 from xformer.shapes import FLOATING, dtype_name, require_array
 
@@ -73,6 +74,7 @@ def onnx(
     weights = host("onnx", params)
     if pooling is not None:
         require_one_of("onnx: pooling", pooling, POOLINGS)
+        require_pooling({"cls": "first"}.get(pooling, pooling), getattr(network, "head", None))
     is_pair = isinstance(network, EncoderDecoder)
     if is_pair and (pooling is not None or types):
         name = "types" if types else "pooling"
@@ -83,6 +85,8 @@ def onnx(
         )
     elif mask and isinstance(model, Transformer):
         raise ValueError("onnx: a Transformer has no mask; it knows its padding by pad_id")
+    if types and not (network.embed is not None and network.embed.n_types):
+        raise ValueError("onnx: types are for a model with token types")
     inputs = data_inputs(network, next(iter(weights.values())).dtype)
     first = next(iter(inputs.values())).shape[:2]
     if mask:

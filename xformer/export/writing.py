@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from safetensors.numpy import save_file
 
 import xformer
 from xformer.arrays.onnx import Array, Graph, Node, NotExported, Size
 from xformer.files import replacing
+from xformer.training.checkpoint import write_arrays
 
 OPSET, IR_VERSION = 18, 8  # ONNX Runtime reads them since 1.14
 EXTERNAL = 1 << 30  # bytes of weights from which they are in a file of their own; ONNX has 2^31
@@ -93,7 +93,7 @@ def write(
                 onnx.numpy_helper.from_array(w, name) for name, w in weights.items()
             )
             if first is not None:
-                save_file(dict(first), parts[0])
+                write_arrays(first, parts[0], files[0], {})
         parts[-1].write_bytes(proto.SerializeToString())
     types = {x.name: _type(x) for x in (*inputs, *proto.graph.output)}
     return Exported(
@@ -162,8 +162,8 @@ def _info(graph: Graph, name: str, x: Array) -> Any:
     """The type of an input or output. Only sizes of inputs have names."""
     from onnx import helper
 
-    names = {size.name: known for known, size in graph.sizes.items()}
-    shape = [names.get(n.name) if isinstance(n, Size) else n for n in x.shape]
+    names = {size.key: known for known, size in graph.sizes.items()}
+    shape = [names.get(n.key) if isinstance(n, Size) else n for n in x.shape]
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), shape)
 
 

@@ -1,0 +1,262 @@
+"""Training steps as ONNX files: the same losses, parameters and states as on NumPy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from causal_models import ALL, CONFIGS, SIZES, T5_NAMES, V, causal, lively, seq2seq
+from exported import Session, distance, in_dtype, onnx
+from safetensors.numpy import load_file
+
+import xformer as xf
+from xformer import export, optim, pretrained, tree
+from xformer.models import LanguageModel, Transformer
+
+GPT: dict[str, Any] = {"vocab_size": V, "n_layers": 2, "d_model": 12, "n_heads": 3, "max_len": 16}
+DATA = np.random.default_rng(0)
+LR = 1e-2
+
+
+def ids(*shape: int) -> np.ndarray:
+    return DATA.integers(1, V, shape)
+
+
+def batch(model: Any, i: int) -> dict[str, np.ndarray]:
+    """A batch of another size in each step."""
+    n, length = (3, 2, 5)[i % 3], (7, 12, 4)[i % 3]
+    if isinstance(model, Transformer):
+        return {"src": ids(n, length), "tgt": ids(n, 17 - length)}
+    if isinstance(model.network, LanguageModel):
+        return {"tokens": ids(n, length), "targets": ids(n, length)}
+    return {"src": ids(n, length), "tgt": ids(n, 9), "targets": ids(n, 9)}
+
+
+def feeds_of(written: Any) -> dict[str, np.ndarray]:
+    return load_file(written.files[0])
+
+
+def stepped(run: Session, feeds: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """The outputs of one step; `feeds` is then that of the next."""
+    lr = np.asarray(LR, next(x.dtype for x in feeds.values() if x.dtype.kind == "f"))
+    out = run(**feeds, **data, lr=lr)
+    feeds |= {k.removeprefix("new."): x for k, x in out.items() if k.startswith("new.")}
+    return out
+
+
+def require_same(
+    model: Any,
+    params: Any,
+    path: Path,
+    *,
+    steps: int = 4,
+    optimiser: Any = "adamw",
+    clip: float | None = 1.0,
+    tolerance: float = 1e-9,  # Adam divides by the root of v: rounding of a zero gradient counts
+    **options: Any,
+) -> None:
+    run_options = {"optimiser": optimiser, "clip": clip, **options}
+    written = export.onnx_step(model, params, path, **run_options)
+    run, feeds = Session(path), feeds_of(written)
+    pair = optim.OPTIMISERS[optimiser] if isinstance(optimiser, str) else optimiser
+    state = pair.init(tree.trained(params))
+    for i in range(steps):
+        data = batch(model, i)
+        settings = dict(options.get("loss") or {})
+        more: dict[str, Any] = {}
+        if options.get("mask"):
+            name = "mask" if "tokens" in data else "src_mask"
+            shape = next(iter(data.values())).shape
+            more[name] = np.arange(shape[1]) < DATA.integers(2, shape[1] + 1, shape[0])[:, None]
+            settings |= more
+        if (seed := options.get("dropout_seed")) is not None:
+            more["number"] = np.asarray(i + 1)
+            settings["dropout_key"] = xf.RandomKey(seed, step=i + 1)
+        out = stepped(run, feeds, data | more)
+        with xf.reference_only():
+            loss, cache = model.loss(params, **data, **settings)
+            max_norm = np.inf if clip is None else clip
+            grads, norm = optim.clip_by_global_norm(cache.backward(), max_norm=max_norm)
+            new = tree.trained(params)
+            new, state = pair.step(new, grads, state, lr=LR, **options.get("options") or {})
+        params = tree.join(params, new)
+        assert distance(out["loss"], np.asarray(loss)) < tolerance
+        assert distance(out["norm"], np.asarray(norm)) < 10 * tolerance
+    for name, p in tree.flatten(params).items():
+        assert np.abs(feeds[f"params.{name}"] - tree.value(p)).max() < 1e3 * tolerance, name
+    for name, leaf in tree.flatten(state).items():
+        assert np.abs(feeds[f"state.{name}"] - leaf).max() < 1e3 * tolerance, name
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_decoders(name: str, tmp_path: Path) -> None:
+    require_same(*causal(name), tmp_path / "step.onnx")
+
+
+@pytest.mark.parametrize("name", T5_NAMES)
+def test_encoder_decoders(name: str, tmp_path: Path) -> None:
+    require_same(*seq2seq(name), tmp_path / "step.onnx")
+
+
+OPTIMISERS: dict[str, Any] = {
+    "sgd": ("sgd", {"momentum": 0.9}),
+    "adam": ("adam", {"weight_decay": 0.1}),
+    "adamw": ("adamw", {"weight_decay": 0.1, "betas": (0.8, 0.9)}),
+    "lion": ("lion", {}),
+    "adafactor": ("adafactor", {}),
+    "muon, adamw": (
+        optim.grouped(optim.Rule("stack.blocks.*", "muon", min_ndim=2), optim.Rule("*", "adamw")),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_optimisers(name: str, tmp_path: Path) -> None:
+    optimiser, options = OPTIMISERS[name]
+    # Biases of keys have the gradient 0 up to rounding, of which Lion takes the sign.
+    model = xf.GPT(**GPT, bias=False)
+    params = lively(model, 0)
+    require_same(model, params, tmp_path / "step.onnx", optimiser=optimiser, options=options)
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ({}, {"clip": None}),
+        ({}, {"mask": True, "loss": {"ignore_index": 3, "label_smoothing": 0.1, "z_loss": 0.01}}),
+        ({"dropout": 0.2}, {"dropout_seed": 5}),
+        ({"dropout": 0.2, "activation_checkpointing": True}, {"dropout_seed": 5}),
+        ({"positions": "xl", "memory_len": 3}, {"max_len": 16}),
+    ],
+)
+def test_options(config: Any, options: Any, tmp_path: Path) -> None:
+    model = xf.GPT(**GPT | config)
+    require_same(model, lively(model, 0), tmp_path / "step.onnx", **options)
+
+
+def test_frozen_parameters_are_inputs_only(tmp_path: Path) -> None:
+    model = xf.GPT(**GPT)
+    params = tree.freeze(lively(model, 0), "embed.*", "stack.blocks.0.*")
+    path = tmp_path / "step.onnx"
+    require_same(model, params, path)
+    inputs = {x.name for x in onnx.load(path).graph.input}
+    outputs = {x.name for x in onnx.load(path).graph.output}
+    assert {f"params.{name}" for name in tree.flatten(params)} <= inputs
+    trained = tree.flatten(tree.trained(params))
+    assert {n for n in outputs if n.startswith("new.params.")} == {
+        f"new.params.{name}" for name in trained
+    }
+
+
+def test_classifiers(tmp_path: Path) -> None:
+    sizes = SIZES | {"max_position_embeddings": 16, "num_labels": 5}
+    del sizes["num_key_value_heads"]
+    kind = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+    model = pretrained.model(kind | sizes)
+    params, path = lively(model, 0), tmp_path / "step.onnx"
+    written = export.onnx_step(model, params, path, mask=True)
+    assert written.inputs["targets"] == "int64 (batch)"
+    assert written.inputs["mask"] == "bool (batch, length)"
+    tokens, labels = ids(3, 7), DATA.integers(0, 5, 3)
+    mask = np.ones((3, 7), np.bool_)
+    out = stepped(
+        Session(path), feeds_of(written), {"tokens": tokens, "targets": labels, "mask": mask}
+    )
+    assert distance(out["loss"], np.asarray(model.loss(params, tokens, labels)[0])) < 1e-12
+
+
+def test_inputs_outputs_and_first_values(tmp_path: Path) -> None:
+    config = dict(CONFIGS["gpt2"])
+    kind = {"model_type": "gpt2", "architectures": [config.pop("architecture")]}
+    model = pretrained.model(kind | config)
+    params = in_dtype(model.init(), "float32")
+    path = tmp_path / "step.onnx"
+    written = export.onnx_step(model, params, path, dropout_seed=1)
+    values = tmp_path / "step.safetensors"
+    assert written.files == (values, path)
+    assert values.stat().st_mode == path.stat().st_mode
+    stored = load_file(values)
+    state = tree.flatten(optim.adamw_init(params))
+    wanted = {f"params.{n}": x for n, x in tree.flatten(params).items()}
+    wanted |= {f"state.{n}": np.asarray(x) for n, x in state.items()}
+    assert stored.keys() == wanted.keys() and set(stored) <= set(written.inputs)
+    assert all(np.array_equal(stored[n], wanted[n]) for n in wanted)
+    assert {n: kind for n, kind in written.inputs.items() if n not in stored} == {
+        "tokens": "int64 (batch, length)",
+        "targets": "int64 (batch, length)",
+        "lr": "float32 ()",
+        "number": "int64 ()",
+    }
+    assert written.outputs.keys() == {"loss", "norm", *(f"new.{name}" for name in stored)}
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+
+
+# ---- Many steps in float32 ----
+
+
+def losses(model: Any, params: Any, path: Path, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """The losses of ONNX Runtime and of NumPy, on text of one pattern."""
+    path = path / "step.onnx"
+    written = export.onnx_step(model, params, path, options={"weight_decay": 0.1})
+    run, feeds = Session(path), feeds_of(written)
+    state = optim.adamw_init(params)
+    text = np.cumsum(DATA.integers(0, 3, 4000)) % V
+    got, wanted = [], []
+    for _ in range(steps):
+        at = DATA.integers(0, 3900, 8)[:, None] + np.arange(17)
+        tokens, targets = text[at[:, :-1]], text[at[:, 1:]]
+        got.append(float(stepped(run, feeds, {"tokens": tokens, "targets": targets})["loss"]))
+        loss, cache = model.loss(params, tokens, targets)
+        grads, _ = optim.clip_by_global_norm(cache.backward(), max_norm=1.0)
+        params, state = optim.adamw(params, grads, state, lr=LR, weight_decay=0.1)
+        wanted.append(float(loss))
+    return np.asarray(got), np.asarray(wanted)
+
+
+def test_30_steps(tmp_path: Path) -> None:
+    model = xf.GPT(**GPT)
+    got, wanted = losses(model, model.init(seed=0), tmp_path, 30)
+    assert np.abs(got - wanted).max() < 2e-5
+    assert wanted[-1] < 0.8 * wanted[0]
+
+
+@pytest.mark.slow
+def test_1000_steps(tmp_path: Path) -> None:
+    model = xf.GPT(**GPT)
+    got, wanted = losses(model, model.init(seed=0), tmp_path, 1000)
+    assert wanted[-100:].mean() < 0.5 * wanted[0]
+    # Rounding makes two runs drift apart; NumPy's own kernels and references do as much.
+    assert np.abs(got - wanted)[:100].max() < 1e-4
+    assert abs(got[-100:].mean() - wanted[-100:].mean()) < 1e-2
+    print(
+        np.abs(got - wanted).max(),
+        wanted[0],
+        wanted[-100:].mean(),
+        got[-100:].mean(),
+        np.abs(got - wanted)[:100].max(),
+    )
+
+
+# ---- Bad input ----
+
+
+def test_bad_options(tmp_path: Path) -> None:
+    model = xf.GPT(**GPT)
+    params, path = model.init(), tmp_path / "step.onnx"
+    for options, message in (
+        ({"optimiser": "adamx"}, "onnx_step: optimiser must be one of .*; did you mean adam?"),
+        ({"optimiser": "muon"}, r"muon: .* must be \(..., I, O\)"),
+        ({"clip": 0.0}, "max_norm must be positive, got 0"),
+        ({"loss": {"reduction": "meen"}}, "reduction"),
+        ({"sizes": {"lenght": 3}}, "did you mean length?"),
+        ({"max_len": 17}, "max_len must be at most 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export.onnx_step(model, params, path, **options)  # type: ignore[arg-type]
+    pair = xf.Transformer(11, 11, 6, 2, 1, 1, 8)
+    with pytest.raises(ValueError, match="onnx_step: a Transformer has no mask"):
+        export.onnx_step(pair, pair.init(), path, mask=True)
+    assert not any(tmp_path.iterdir())
