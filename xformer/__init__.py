@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         training,
         tree,
     )
-    from xformer.backward import edit, watch
+    from xformer.backward import edit, per_example, stepped, watch
     from xformer.compiling import compile
     from xformer.derivatives import gauss_newton, hvp, jvp
     from xformer.dispatch import (
@@ -76,11 +76,13 @@ __all__ = [
     "optim",
     "overridable",
     "parallel",
+    "per_example",
     "plots",
     "pretrained",
     "reference_only",
     "rounded",
     "sentences",
+    "stepped",
     "trace",
     "training",
     "tree",
@@ -92,7 +94,7 @@ __all__ = [
 later(
     __name__,
     backends="backends",
-    backward="edit watch",
+    backward="edit per_example stepped watch",
     compiling="compile",
     derivatives="gauss_newton hvp jvp",
     dispatch="explain inference kernel kernels overridable reference_only unfused",

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import backends, tree
-from xformer.backward.addresses import with_backward
+from xformer.backward.addresses import with_methods
 from xformer.checks import require_one_of
 from xformer.dispatch import Overridable, observed, observer
 from xformer.shapes import FLOATING, dtype_name
@@ -196,7 +196,7 @@ def _recording(cache: Any, op: Op, call: int) -> Any:
             return kind.backward(self, *args, **kwargs)
         return recorder.backward(op, call, kind.backward, self, *args, **kwargs)
 
-    return with_backward(cache, backward)
+    return with_methods(cache, backward=backward)
 
 
 def _arrays(nodes: dict[str, Any], *, with_sizes: bool = False) -> tuple[TracedArray, ...]:

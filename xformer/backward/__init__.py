@@ -5,5 +5,7 @@ another backward. `addresses` names the nodes after the parameters.
 """
 
 from xformer.backward.editing import Watched, edit, watch
+from xformer.backward.examples import PerExample, per_example
+from xformer.backward.updating import stepped
 
-__all__ = ["Watched", "edit", "watch"]
+__all__ = ["PerExample", "Watched", "edit", "per_example", "stepped", "watch"]

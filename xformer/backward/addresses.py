@@ -86,23 +86,28 @@ def replaced(fn: Callable[[str, Any], Any], cache: Any) -> Any:
     return _replaced(fn, cache, "", "")
 
 
-def with_backward(cache: Any, backward: Callable[..., Any]) -> Any:
-    """A copy of a cache, of a subclass of its type, with another `backward(cache, *dy)`."""
+def with_methods(cache: Any, **methods: Any) -> Any:
+    """A copy of a cache, of a subclass of its type, with other methods: `backward(cache, *dy)`."""
     kind: Any = type(cache)
 
     def reduce(self: Any) -> tuple[Any, ...]:
         return kind._make, (tuple(self),)  # pickled as the cache itself
 
-    methods = {"backward": backward, "__reduce__": reduce}
     names = {"__slots__": (), "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), methods | names)._make(cache)  # type: ignore[attr-defined]
+    copy: Any = type(kind.__name__, (kind,), {"__reduce__": reduce} | methods | names)
+    return copy._make(cache)
 
 
 def is_node(part: Any) -> bool:
     """Whether `part` is a cache whose backward runs: a NamedTuple with a backward."""
     # The backward around a branch calls that of each of its parts.
     has_backward = hasattr(part, "_fields") and hasattr(part, "backward")
-    return has_backward and _kind(part) != "residual.BranchCache"
+    return has_backward and kind_of(part) != "residual.BranchCache"
+
+
+def kind_of(node: Any) -> str:
+    """The last part of the module and the class of a node."""
+    return f"{op_of(node)}.{type(node).__name__}"
 
 
 def _replaced(fn: Callable[[str, Any], Any], node: Any, name: str, above: str) -> Any:
@@ -111,7 +116,7 @@ def _replaced(fn: Callable[[str, Any], Any], node: Any, name: str, above: str) -
         return node
     inside = name if is_node(node) else above
     if hasattr(node, "_fields") and fused_op(node) is None:
-        labels = _LABELS.get(_kind(node), _no_labels)(node)
+        labels = _LABELS.get(kind_of(node), _no_labels)(node)
         parts = [
             _part(fn, part, labels.get(field, field), name, inside)
             for field, part in zip(node._fields, node, strict=True)
@@ -143,11 +148,6 @@ def _part(
 
 def _inside(name: str, label: str) -> str:
     return f"{name}.{label}" if name and label else name or label
-
-
-def _kind(node: Any) -> str:
-    """The last part of the module and the class of a node."""
-    return f"{op_of(node)}.{type(node).__name__}"
 
 
 def _no_labels(_: Any) -> Labels:

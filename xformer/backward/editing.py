@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import is_array_api_obj
 
-from xformer.backward.addresses import chosen, replaced, with_backward
+from xformer.backward.addresses import chosen, replaced, with_methods
 from xformer.checks import require_gradient, require_one_of
 from xformer.showing import short
 from xformer.typing import Array
@@ -68,7 +68,7 @@ def watch(cache: Any, pattern: str, *dys: Any) -> tuple[Any, dict[str, Watched]]
             seen[name] = Watched(self, dys, grads)
             return grads
 
-        return with_backward(node, backward)
+        return with_methods(node, backward=backward)
 
     grads = replaced(watched, cache).backward(*dys)
     return grads, {name: seen[name] for name in reversed(seen)}
@@ -120,7 +120,7 @@ def edit(cache: Any, edits: Mapping[str, Callable[[Array], Array]], *, at: str =
             first = changed(_first(grads))
             return (first, *grads[1:]) if _are_many(grads) else first
 
-        return with_backward(node, backward)
+        return with_methods(node, backward=backward, edited=True)
 
     return replaced(edited, cache)
 

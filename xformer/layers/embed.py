@@ -241,14 +241,17 @@ class EmbedCache(NamedTuple):
             dx = dx[..., : config.width]
         dpositions = dtable = None
         if config.positions == "learned" and not frozen_positions:
-            dpositions = self._positions_backward(dpos)
+            dpositions = self.positions_backward(dpos)
         if not frozen_table:
             dtable = self.table.backward(dx if config.scale == 1.0 else dx * config.scale)
         return EmbedParams(dtable, dpositions, dproject, dtypes, dnorm)
 
-    def _positions_backward(self, dpos: Any) -> Array:
-        """The gradient of the table of positions."""
-        dpos = sum_to(dpos, shape=self.pos_shape or ())
+    def positions_backward(self, dpos: Any) -> Array:
+        """The gradient of the table of positions. dpos: of the vectors of each token."""
+        return self.table_backward(sum_to(dpos, shape=self.pos_shape or ()))
+
+    def table_backward(self, dpos: Any) -> Array:
+        """The gradient of the table of positions. dpos: of the vectors of the positions."""
         if self.positions is not None:
             return self.positions.backward(dpos)
         xp = array_namespace(dpos)

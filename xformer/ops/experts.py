@@ -96,6 +96,15 @@ class ExpertsCache(NamedTuple):
         dweights = xp.take_along_axis(xp.stack(dshares, axis=1), ids, axis=1)  # (N, C)
         return dx, dw_gate, dw_up, dw_down, dweights
 
+    def factors(self, dy: Array) -> list[tuple[tuple[Array, Array], ...]]:
+        """For each expert, the pairs (x, dy) whose products x^T dy are dw_gate, dw_up, dw_down."""
+        pairs: list[tuple[tuple[Array, Array], ...]] = []
+        for e, part in enumerate(self.parts):
+            dy_e, x_e = _chosen_rows(dy, self.ids, e), _chosen_rows(self.x, self.ids, e)
+            dgate, dup, hidden, _ = part.factors(dy_e, self.w_down[e, ...], self.activation)
+            pairs.append(((x_e, dgate), (x_e, dup), (hidden, dy_e)))
+        return pairs
+
 
 def one_expert(x: Array, ws: Weights, share: Array, activation: str) -> tuple[Array, ExpertCache]:
     """y = (share * act(x w_gate) * (x w_up)) w_down, for one expert.
@@ -121,17 +130,21 @@ class ExpertCache(NamedTuple):
     ) -> tuple[Array, Weights, Array]:
         """Gradients of x, of the three weights (each None unless trainable), and of share."""
         w_gate, w_up, w_down = ws
+        dgate, dup, hidden, dshare = self.factors(dy, w_down, activation)
+        dx = dgate @ w_gate.T + dup @ w_up.T
+        if not trainable:
+            return dx, (None, None, None), dshare
+        return dx, (x.T @ dgate, x.T @ dup, hidden.T @ dy), dshare
+
+    def factors(self, dy: Array, w_down: Array, activation: str) -> tuple[Array, ...]:
+        """dgate, dup, the hidden units times share, and dshare."""
         up, share = self.up, self.share[:, None]
         act, act_cache = ACTIVATIONS[activation](self.gate)  # recomputed
         hidden = act * up
         dshared = dy @ w_down.T  # (N, F)
         dshare = array_namespace(dy).sum(dshared * hidden, axis=1)
         dhidden = share * dshared
-        dgate, dup = act_cache.backward(dhidden * up), dhidden * act
-        dx = dgate @ w_gate.T + dup @ w_up.T
-        if not trainable:
-            return dx, (None, None, None), dshare
-        return dx, (x.T @ dgate, x.T @ dup, (share * hidden).T @ dy), dshare
+        return act_cache.backward(dhidden * up), dhidden * act, share * hidden, dshare
 
 
 def require_choice(ids: Array, w_gate: Array, activation: str) -> Array:

@@ -1,0 +1,186 @@
+"""The gradient of each example of a batch: exact norms, and clipping, in one backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace, is_array_api_obj
+
+from xformer import tree
+from xformer.backward import rules
+from xformer.backward.addresses import UNFUSED, fused_op, is_node, kind_of, op_of, with_methods
+from xformer.backward.summands import Summands
+from xformer.checks import number, require_shape
+from xformer.dispatch import NoCache, Overridable, observed
+from xformer.shapes import require_like
+from xformer.showing import short
+from xformer.typing import Array
+
+
+@short
+class PerExample(NamedTuple):
+    """The gradients of the examples of a batch, as `per_example` returns them."""
+
+    grads: Any  # what cache.backward() returns: the sum over the examples, with the same bits
+    squared_norms: Array  # (B,), of the gradient of each example
+    summands: Any  # the tree of `grads` with `Summands` arrays: the factors of the gradients
+
+    def weighted(self, weights: Array) -> Any:
+        """The sum of the gradients of the examples, each times its weight. weights: (B,)."""
+        require_like("per_example", "weights", weights, self.squared_norms)
+        require_shape("per_example", "weights", weights, self.squared_norms.shape)
+        return tree.map(
+            lambda g: g.weighted(weights) if isinstance(g, Summands) else g, self.summands
+        )
+
+    def clipped(self, max_norm: float) -> Any:
+        """The sum of the gradients g of the examples, each times min(1, max_norm / |g|).
+
+        The clipping of DP-SGD (arXiv:1607.00133, algorithm 1), before noise is added.
+        """
+        max_norm = number("per_example", "max_norm", max_norm, low=0)
+        xp = array_namespace(self.squared_norms)
+        norms = xp.sqrt(self.squared_norms)
+        longer = norms > max_norm
+        return self.weighted(xp.where(longer, max_norm / xp.where(longer, norms, 1.0), 1.0))
+
+
+def per_example(cache: Any, *dys: Any) -> PerExample:
+    """The gradients of all examples of a batch, from one backward; none of them is stored.
+
+    The gradient of an example is that of its part of the loss, so their sum is the gradient. With
+    the mean over B sequences of one length, it is 1 / B of the gradient of the sequence alone.
+    The norm is over all parameters. The part of a weight is computed from x and dy of the example
+    ("ghost norms", arXiv:2110.05679), or from its gradient where that is less work.
+
+    cache: of a loss or a forward; the first axis of its arrays is the batch
+    dys: the arguments of `cache.backward`; none for a loss
+
+    Memory: x and dy of all linear layers are kept until the result is dropped.
+
+    ValueError, with the name of what cannot be done: a loss that mixes the examples, an op without
+    a rule, and kernels that compute several layers at once or save too little.
+    """
+    n = _n_examples(cache, dys)
+
+    def observe(op: Overridable[..., Any], run: Any) -> Any:
+        """Ops that a backward calls, such as that of activation checkpointing."""
+        if not op.has_backward or op.__name__ in rules.PLAIN:
+            return run
+
+        def called(*args: Any, **options: Any) -> Any:
+            y, op_cache = run(*args, **options)
+            return y, _known(op_cache, n)
+
+        return called
+
+    known = _known(cache, n)
+    if n == 0:
+        raise ValueError(
+            "per_example: the number of examples is not known, or 0; a forward needs the gradient "
+            "of its output"
+        )
+    with observed(observe):
+        summands = known.backward(*dys)
+    grads = tree.map(lambda g: g.value if isinstance(g, Summands) else g, summands)
+    norms = [g.squared_norms() for g in _gradients(summands)]
+    if not norms:
+        raise ValueError("per_example: no parameter has a gradient")
+    return PerExample(grads, reduce(add, norms), summands)
+
+
+def _gradients(summands: Any) -> Iterator[Summands]:
+    """The gradients of all parameters. Arrays beside trees of them are gradients of inputs."""
+    are_many = isinstance(summands, tuple) and not hasattr(summands, "_fields")
+    for part in summands if are_many else (summands,):
+        for name, grad in tree.flatten({"": part}).items():
+            if isinstance(grad, Summands):
+                yield grad
+            elif name and is_array_api_obj(grad) and array_namespace(grad).any(grad != 0):
+                raise ValueError(f"per_example: the gradient of {name} is not known by example")
+
+
+def _known(node: Any, n: int) -> Any:
+    """A copy of a cache whose backward returns `Summands` for the gradients of parameters."""
+    if isinstance(node, NoCache):
+        raise ValueError("per_example: the cache was made within inference(), which saves nothing")
+    if not isinstance(node, tuple) or getattr(node, "has_summands", False):
+        return node
+    kind: Any = type(node)
+    rule = _rule(node) if is_node(node) else None
+    if is_node(node) and (_is_of_op(node) or _is_without_examples(node)):
+        return node if rule is None else _with_rule(node, rule, n)
+    parts = [_known(part, n) for part in node]
+    node = kind._make(parts) if hasattr(node, "_fields") else tuple(parts)
+    if rule is not None:
+        return _with_rule(node, rule, n)
+    if hasattr(node, "pos_shape"):  # `EmbedCache`
+
+        def backward(self: Any, dpos: Any) -> Any:
+            return self.table_backward(rules.summed_positions(dpos, self.pos_shape or ()))
+
+        return with_methods(node, positions_backward=backward)
+    return node
+
+
+def _rule(node: Any) -> rules.Rule | None:
+    """The rule of a cache with parameters; None for one without. ValueError if it has none."""
+    op = op_of(node)
+    if fused_op(node) is not None:
+        raise ValueError(f"per_example: a kernel of {op} ran; {UNFUSED}")
+    rule = rules.OPS.get(op) if _is_of_op(node) else rules.LAYERS.get(kind_of(node))
+    if rule is not None and getattr(node, "edited", False):
+        raise ValueError(f"per_example: the node of {op} was edited; edit the layer around it")
+    if op in rules.MIXED:
+        raise ValueError(f"per_example: by {op}, the loss of an example depends on the others")
+    is_known = _is_of_op(node) and op in rules.PLAIN
+    if rule is None and not is_known and not _has_nodes(node):
+        raise ValueError(f"per_example: there is no rule for the gradients of {kind_of(node)}")
+    return rule
+
+
+def _is_of_op(node: Any) -> bool:
+    """Whether a cache is that of an op which is no composition of others."""
+    is_op = type(node).__module__.startswith(("xformer.ops.", "xformer.backends."))
+    return is_op and (op_of(node) in rules.OPS or op_of(node) in rules.PLAIN)
+
+
+def _is_without_examples(node: Any) -> bool:
+    """Whether a cache has the weight 0, as that of `load_balancing` may."""
+    return kind_of(node) == "router_loss.RouterLossCache" and not node.weights[0]
+
+
+def _has_nodes(node: Any) -> bool:
+    """Whether a cache consists of others, or its backward makes them."""
+    if type(node).__module__.startswith(("xformer.layers.", "xformer.models.")):
+        return True
+    return any(is_node(part) or (type(part) is tuple and any(map(is_node, part))) for part in node)
+
+
+def _with_rule(node: Any, rule: rules.Rule, n: int) -> Any:
+    kind = type(node)
+
+    def backward(self: Any, *dys: Any) -> Any:
+        return rules.run(kind, self, rule, dys, n)
+
+    return with_methods(node, backward=backward, has_summands=True)
+
+
+def _n_examples(cache: Any, dys: tuple[Any, ...]) -> int:
+    """The size of the batch: that of dy, or of the targets; 0 if it is not known."""
+    for dy in dys:
+        if is_array_api_obj(dy) and dy.ndim:
+            return int(dy.shape[0])
+    return _batch(cache) or 0
+
+
+def _batch(node: Any) -> int | None:
+    if not isinstance(node, tuple):
+        return None
+    if op_of(node) == "cross_entropy" and is_node(node):
+        loss: Any = node
+        return int((loss.shape if hasattr(loss, "shape") else loss.targets.shape)[0])
+    return next((n for part in node if (n := _batch(part)) is not None), None)

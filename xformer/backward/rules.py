@@ -1,0 +1,218 @@
+"""The summands of the gradients of each op with parameters, for `xf.per_example`.
+
+A rule gets the cache of an op, the gradients of its outputs, what its backward returned for them,
+and the number of examples. It returns the same with `Summands` for the gradients of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.backward.summands import Each, Product, Summands, each_of, rows, value_of
+from xformer.layers.linear import BiasParams
+from xformer.ops.sum_to import sum_to
+from xformer.typing import Array
+
+Rule = Callable[[Any, tuple[Any, ...], Any, int], Any]
+
+
+def _sum(x: Array) -> Array:
+    """(B, N, D) -> (B, D)."""
+    return array_namespace(x).sum(x, axis=1)
+
+
+def _each(grad: Array | None, make: Callable[[], Array]) -> Summands | None:
+    return None if grad is None else Summands(grad, [Each(make)])
+
+
+def linear(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
+    """dw = x^T dy, db = sum of dy."""
+    dx, dw, db = grads
+    (dy,) = dys
+    if isinstance(dy, Summands):  # x has no batch axis
+        xp = array_namespace(cache.x)
+        dy = rows(each_of(dy), n)
+        x = xp.broadcast_to(rows(cache.x, 1), (*dy.shape[:2], cache.x.shape[-1]))
+    else:
+        dy, x = rows(dy, n), None if dw is None else rows(cache.x, n)
+    weight = None if dw is None or x is None else Summands(dw, [Product(x, dy)])
+    return dx, weight, _each(db, lambda: _sum(dy))
+
+
+def layer_norm(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
+    """dw = sum of dy * xhat, db = sum of dy."""
+    dx, dw, *db = grads
+    dy = rows(dys[0], n)
+    return (
+        dx,
+        _each(dw, lambda: _sum(dy * _xhat(cache, n))),
+        *(_each(grad, lambda: _sum(dy)) for grad in db),
+    )
+
+
+def _xhat(cache: Any, n: int) -> Array:
+    """(B, N, D). Some kernels store mean and rstd without the last axis, or rstd with another."""
+    xp, x = array_namespace(cache.x), rows(cache.x, n)
+    if hasattr(cache, "mean"):
+        x = x - xp.reshape(cache.mean, (*x.shape[:2], 1))
+    return x * xp.reshape(cache.rstd, (*x.shape[:2], -1))[..., :1]
+
+
+def embedding(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
+    """Row ids of dtable gets dy."""
+    (dy,) = dys
+    xp = array_namespace(cache.ids)
+    ids = xp.reshape(cache.ids, (1 if isinstance(dy, Summands) else n, -1))
+    dy = rows(each_of(dy), n)
+    return Summands(grads, [Product(xp.broadcast_to(ids, dy.shape[:2]), dy)])
+
+
+def scale(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
+    """dalpha = sum of dy * x."""
+    dx, dalpha = grads
+
+    def make() -> Array:
+        xp = array_namespace(cache.x)
+        return xp.sum(xp.reshape(dys[0] * cache.x, (n, -1)), axis=1, keepdims=True)
+
+    return dx, _each(dalpha, make)
+
+
+def attention(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
+    """The op's own backward, of one example at a time, gives the gradients after q, k and v."""
+    if all(grad is None for grad in grads[3:]):
+        return grads
+    results: list[Any] = []
+
+    def make(which: int) -> Array:
+        if not results:
+            results.extend(_of_examples(cache, dys[0], n))
+        return array_namespace(dys[0]).stack([result[which] for result in results])
+
+    return (
+        *grads[:3],
+        *(_each(grad, partial(make, which)) for which, grad in enumerate(grads[3:], start=3)),
+    )
+
+
+class _Times(NamedTuple):
+    """The cache of dropout with a given mask, which is 0 or 1 / (1 - rate)."""
+
+    mask: Array
+
+    def backward(self, dy: Array) -> Array:
+        return dy * self.mask
+
+
+def _of_examples(cache: Any, dctx: Array, n: int) -> list[Any]:
+    if not hasattr(cache, "probs"):
+        raise ValueError(
+            f"per_example: a kernel of {type(cache).__module__.rpartition('.')[2]} ran, which does "
+            "not save the probabilities: run the forward within xf.reference_only()"
+        )
+    xp = array_namespace(dctx)
+    changed = {name: getattr(cache, name) for name in ("q", "k", "v", "probs")}
+    if getattr(cache, "shares", None) is not None:
+        changed["shares"] = cache.shares
+    if hasattr(cache, "drop"):
+        mask = cache.drop.backward(xp.ones_like(cache.probs))
+    found = []
+    for i in range(n):
+        one = {name: array[i : i + 1, ...] for name, array in changed.items()}
+        if hasattr(cache, "drop"):
+            one["drop"] = _Times(mask[i : i + 1, ...])
+        shape = getattr(cache, "bias_shape", None)
+        if shape is not None and len(shape) == 4:
+            one["bias_shape"] = (1, *shape[1:])
+        found.append(cache._replace(**one).backward(dctx[i : i + 1, ...]))
+    return found
+
+
+def experts(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
+    """Of each expert: the products of x with dgate and dup, and of its hidden units with dy."""
+    dx, *dws, dweights = grads
+    if dws[0] is None:
+        return grads
+    if not hasattr(cache, "factors"):
+        raise ValueError(
+            "per_example: a kernel of experts ran: run the forward within xf.reference_only()"
+        )
+    xp = array_namespace(dx)
+
+    def stacked(arrays: tuple[Array, ...]) -> Array:
+        """(B, E, N, D) of E arrays (B * N, D)."""
+        return xp.stack([rows(a, n) for a in arrays], axis=1)
+
+    pairs = zip(*cache.factors(dys[0]), strict=True)  # of gate, up and down
+    products = [Product(*map(stacked, zip(*pair, strict=True))) for pair in pairs]
+    terms = [Summands(dw, [product]) for dw, product in zip(dws, products, strict=True)]
+    return dx, *terms, dweights
+
+
+def bias(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
+    """db = sum of dy."""
+    dx, (db,) = grads
+    return dx, BiasParams(_each(db, lambda: _sum(rows(dys[0], n))))
+
+
+def heads(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
+    """dpos = sum over the heads."""
+    dy, dnorm, dpos = grads
+    if dpos is None:
+        return grads
+
+    def make() -> Array:
+        shape = (n, 1, *cache.pos_shape)
+        each = cache._replace(pos_shape=shape).backward(dys[0])[2]
+        return array_namespace(each).reshape(each, (n, *cache.pos_shape))
+
+    return dy, dnorm, _each(dpos, make)
+
+
+def summed_positions(dpos: Any, shape: tuple[int, ...]) -> Any:
+    """The gradient of position vectors of `shape`, from that of their sum with embeddings."""
+    total = sum_to(dpos, shape=shape)
+    if isinstance(dpos, Summands) or len(shape) != 2:
+        return total
+    return Summands(total, [Each(lambda: dpos)])
+
+
+OPS: dict[str, Rule] = {
+    "additive_attention": attention,
+    "embedding": embedding,
+    "experts": experts,
+    "layer_norm": layer_norm,
+    "linear": linear,
+    "rms_norm": layer_norm,
+    "scale": scale,
+    "sdpa": attention,
+    "shaw": attention,
+    "xl_attention": attention,
+}
+LAYERS: dict[str, Rule] = {"linear.BiasCache": bias, "attention.HeadsCache": heads}
+# Ops without parameters that treat the rows of x one by one.
+PLAIN = {
+    *("cross_entropy", "dropout", "erf", "gelu", "glu", "index_add", "l2_normalize"),
+    *(
+        "log_softmax",
+        "lsh_attention",
+        "mse",
+        "quick_gelu",
+        "relu",
+        "relu_squared",
+        "rope",
+        "router_z_loss",
+    ),
+    *("sigmoid", "silu", "softcap", "softmax", "tanh"),
+}
+MIXED = {"info_nce", "load_balancing"}  # the loss of an example depends on the others
+
+
+def run(kind: Any, cache: Any, rule: Rule, dys: tuple[Any, ...], n: int) -> Any:
+    """The gradients of a node by the backward of `kind`, with their summands by its rule."""
+    grads = kind.backward(cache, *map(value_of, dys))
+    return rule(kind._make(cache), dys, grads, n)
