@@ -233,6 +233,27 @@ def test_mistakes_name_file_key_and_what_was_wanted(
     assert message in failing(capsys, "--config", "c.toml")
 
 
+def test_a_flag_of_the_file_is_overridden(settled: list[argparse.Namespace]) -> None:
+    flags = ("reversible", "activation-checkpointing", "deterministic", "compile")
+    Path("c.toml").write_text(FILE + "".join(f"{name} = true\n" for name in flags))
+    assert main(["train", "--config", "c.toml"]) == 0
+    assert main(["train", "--config", "c.toml", *(f"--no-{name}" for name in flags)]) == 0
+    for name in flags:
+        assert [getattr(found, name.replace("-", "_")) for found in settled] == [True, False]
+
+
+def test_a_file_of_the_other_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of train, given to finetune: the message names the command."""
+    Path("c d.toml").write_text(FILE)
+    assert main(["finetune", "--config", "c d.toml"]) == 1
+    err = capsys.readouterr().err
+    way = "xformer train --config 'c d.toml'"
+    assert err.endswith(f"no option of xformer finetune; the file is for xformer train: {way}\n")
+    Path("c.toml").write_text('task = "causal"\nlora = 4\nsteps = 3\n')
+    message = failing(capsys, "--config", "c.toml")
+    assert message.endswith("the file is for xformer finetune: xformer finetune --config c.toml")
+
+
 def test_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert failing(capsys, "--config", "absent.toml") == "--config: there is no file absent.toml"
     assert failing(capsys, "--config", ".") == "--config: there is no file ."

@@ -127,3 +127,26 @@ def test_training_on_a_terminal(
     out = capsys.readouterr().out
     assert "step 6/6" not in out  # the bar says it
     assert "      8.1 kB to train on, 900 B to validate on\n" in out
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_fine_tuning_on_a_terminal(
+    columns: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    from finetuning import LLAMA, write_folder
+
+    monkeypatch.chdir(tmp_path)
+    write_folder(Path("model"), LLAMA, "llama")
+    Path("fox.txt").write_text("the quick brown fox\n" * 40)
+    command = ["finetune", "--model", "model", "--data", "fox.txt", "--steps", "6"]
+    with terminal(monkeypatch, 24, columns) as text:
+        assert main([*command, "--validate-every", "2", "--batch", "4"]) == 0
+    assert max(widths(text())) < columns
+    last = text().rstrip().rpartition("\r")[2]
+    assert last.startswith("6/6 |") and "loss " in last and "00:00 left" in last
+    assert ("validation " in last) == (columns == 80)
+    assert "step 6/6" not in capsys.readouterr().out  # the bar says it

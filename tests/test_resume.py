@@ -410,10 +410,11 @@ def test_a_run_that_is_older_than_an_option(
     from xformer.cli import main
 
     def without(about: Any) -> Any:
-        old = {"model": "residual_scale", "training": "precision"}
+        old = {"model": ("residual_scale", "position_mode"), "training": ("precision",)}
         parts = {part: dict(about[part]) for part in old}
-        for part, name in old.items():
-            del parts[part][name]
+        for part, names in old.items():
+            for name in names:
+                del parts[part][name]
         return about | parts
 
     description = Path(stopped, "run.json")
@@ -433,6 +434,17 @@ def test_a_run_that_is_older_than_an_option(
     description.write_text(json.dumps(found))
     assert main(["train", "--resume", stopped]) == 1
     assert "run is not a run of xformer train" in capsys.readouterr().err
+
+
+def test_a_run_may_lack_any_of_the_newer_options(stopped: str) -> None:
+    from xformer.cli.train_options import ADDED, DEFAULTS, OPTIONS
+
+    description = Path(stopped, "run.json")
+    found, whole = json.loads(description.read_text()), OPTIONS.of_run(stopped)
+    for names in (*((name,) for name in ADDED), ADDED[::2], ADDED[1::2], ADDED):
+        notes = {name: value for name, value in found["notes"].items() if name not in names}
+        description.write_text(json.dumps(found | {"notes": notes}))
+        assert OPTIONS.of_run(stopped) == whole | {name: DEFAULTS[name] for name in names}
 
 
 def test_a_run_without_norms(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,7 @@ FIELDS = {  # of configurations, in files that earlier versions wrote
     }
     | {"graph": "compile"},
 }
+NEWER = {"position_mode": "add"}  # of a GPT: fields that earlier versions had not, as they behaved
 
 # New and old parts of the names of parameters, in files that earlier versions wrote.
 PARAMETERS = {"relative_bias": "relative"}
@@ -276,6 +277,8 @@ def configuration(node: Any) -> Any:
     for kind, names in FIELDS.items():
         if kind != "notes" and all(n in node or names[n] in node for n in names):
             node = fields(kind, node)
+    if node.get("name") == "GPT":  # as a run describes it
+        node = NEWER | node
     return {name: configuration(part) for name, part in node.items()}
 
 

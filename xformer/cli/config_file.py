@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,7 +82,7 @@ def use(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> 
             raise ValueError(f"{path}: options must not be in tables, got [{name}]")
         if option not in actions or option == OPTION:
             known = (known.removeprefix("--") for known in actions if known != OPTION)
-            near = did_you_mean(name, known)
+            near = _other(read, path, parsers) or did_you_mean(name, known)
             raise ValueError(f"{path}: {name} is no option of xformer {argv[0]}{near}")
         action = actions[option]
         action.required = False
@@ -90,6 +91,18 @@ def use(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> 
         _require_no_sizes(path, read)
     parser.set_defaults(config=config)
     return ConfigFile(path, read)
+
+
+def _other(
+    read: Mapping[str, Any], path: Path, parsers: Mapping[str, argparse.ArgumentParser]
+) -> str:
+    """The end of a message: the command whose options are in the file, if it is another's."""
+    for command, parser in parsers.items():
+        actions = _actions(parser)
+        if OPTION in actions and all(f"--{name}" in actions for name in read):
+            way = f"xformer {command} {OPTION} {shlex.quote(str(path))}"
+            return f"; the file is for xformer {command}: {way}"
+    return ""
 
 
 def _require_no_sizes(path: Path, read: Mapping[str, Any]) -> None:

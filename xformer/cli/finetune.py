@@ -7,22 +7,20 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from tqdm import tqdm
 
 from xformer import backends, finetune, training, tree
 from xformer.backends import Backend
 from xformer.cli import config_file, finetune_options
 from xformer.cli.models import is_own, kernels_of, opened
-from xformer.cli.progress import each
+from xformer.cli.progress import Bar, each
 from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
 from xformer.cli.texts import watched
 from xformer.cli.together import description, together
-from xformer.cli.train import STOPPING, folder_of
+from xformer.cli.train import STOPPING, folder_of, parts
 from xformer.finetune import Record, Task, TrainConfig, lora, peft
 from xformer.finetune.loop import about_of
 from xformer.finetune.saving import ADAPTER
@@ -170,16 +168,20 @@ def _states(job: Job, run: Run, state: State) -> Iterator[State]:
     """Run the steps, yield the state after each, and show progress. Ctrl-C ends it."""
     n_steps = job.config.steps
     hidden = not sys.stderr.isatty()
-    bar = tqdm(total=n_steps, initial=state.step, unit="step", disable=hidden)
+    name = f"{state.step}/{n_steps}"
     message = STOPPING if run.world.rank == 0 else ""
-    with bar, interruptible(message) as stopping:
+    with (
+        closing(Bar(n_steps, state.step, name, disable=hidden)) as bar,
+        interruptible(message) as stopping,
+    ):
+        last: float | None = None  # validation loss
         best_step = state.best_step
         steps = finetune.train(*job._replace(params=state), donate=True, world=run.world)
         del state  # or the first one would stay in memory
         for step in run.record(_noted(steps, run.folder, best_step), stopping):
-            bar.set_postfix_str(f"loss {step.loss:.3f}")
-            bar.update()
-            if bar.disable:
+            last = last if step.validation is None else step.validation
+            bar.show(step.step, f"{step.step}/{n_steps}", parts(step, n_steps, last))
+            if hidden:
                 _report(step, n_steps)
             yield step.state
 

@@ -153,7 +153,10 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
             if in_lines and (is_validated or step.seconds - printed_at >= EVERY):
                 print(_line(step, n_steps, last), flush=True)
                 printed_at = step.seconds
-            bar.show(step.step, f"{step.step}/{n_steps}", _parts(step, n_steps, last))
+            shown = parts(step, n_steps, last)
+            if last is not None:
+                shown.append(f"perplexity {perplexity(last):,.2f}")
+            bar.show(step.step, f"{step.step}/{n_steps}", shown)
             samples = is_first and options.sample_every is not None
             if samples and step.step % options.sample_every == 0:
                 with tqdm.external_write_mode():
@@ -185,15 +188,12 @@ def _line(step: Step, n_steps: int, validation: float | None) -> str:
     )
 
 
-def _parts(step: Step, n_steps: int, validation: float | None) -> list[str]:
+def parts(step: Step, n_steps: int, validation: float | None) -> list[str]:
     """What is shown behind the bar, the most important first. validation: as of `_line`."""
-    parts = [f"loss {step.loss:.3f}", f"{tqdm.format_interval(_left(step, n_steps))} left"]
+    shown = [f"loss {step.loss:.3f}", f"{tqdm.format_interval(_left(step, n_steps))} left"]
     if validation is not None:
-        parts.append(f"validation {validation:.3f}")
-    parts.append(f"{_rate(step):,.0f} tokens/s")
-    if validation is not None:
-        parts.append(f"perplexity {perplexity(validation):,.2f}")
-    return parts
+        shown.append(f"validation {validation:.3f}")
+    return [*shown, f"{_rate(step):,.0f} tokens/s"]
 
 
 def _rate(step: Step) -> float:

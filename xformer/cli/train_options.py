@@ -44,6 +44,14 @@ class Preset(NamedTuple):
     lr: float
 
 
+class Flag(argparse.BooleanOptionalAction):
+    """A flag whose form with --no- overrides --config; the usage has the short form alone."""
+
+    def format_usage(self) -> str:
+        """The option without its other form, which would make lines too long."""
+        return self.option_strings[0]
+
+
 PRESETS = {
     "tiny": Preset(2, 64, 2, 64, 16, 200, 5e-3),
     "small": Preset(4, 128, 4, 128, 8, 1500, 4e-3),
@@ -100,6 +108,7 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("patience", "sample_every", "memory"), int),
     "compile": bool,
 }
+FLAG: dict[str, Any] = {"action": Flag, "default": None}  # arguments of `add_argument`
 DTYPES = ("float32", "float64")
 POSITIONS, MODES = ("learned", "sinusoidal", "none", "xl"), ("add", "concat", "qkv")
 INITS = ("gpt2", "fixup")
@@ -189,14 +198,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--memory", type=int, metavar="N", help=memory)
     add(
         "--reversible",
-        action="store_true",
-        default=None,
+        **FLAG,
         help="reversible blocks: a backward of any depth saves the activations of one block",
     )
     add(
         "--activation-checkpointing",
-        action="store_true",
-        default=None,
+        **FLAG,
         help="recompute activations in backward: the same numbers with less memory, slower",
     )
     add("--backend", **BACKEND)
@@ -205,9 +212,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     stored = "round weights and activations to this dtype, on cupy; parameters stay float32"
     add("--precision", choices=STORED, help=stored)
     bits = "the same bits in every run on a GPU, may be slower (a CPU always gives the same bits)"
-    add("--deterministic", action="store_true", default=None, help=bits)
+    add("--deterministic", **FLAG, help=bits)
     compiled = "compile the training step if the backend can (default: on backend numba)"
-    add("--compile", action=argparse.BooleanOptionalAction, default=None, help=compiled)
+    add("--compile", **FLAG, help=compiled)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
