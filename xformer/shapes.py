@@ -191,10 +191,20 @@ def _check_arrays(
             first, first_array, first_dtype = name, array, dtype
             stored = overridable.stored_by(library_of(type(array))) if overridable else ()
             if dtype not in (*FLOATING, *stored):
-                raise TypeError(f"{op}: {name} must be float32 or float64, got {dtype}")
+                what = f"{op}: {name} must be float32 or float64, got {dtype}"
+                raise TypeError(what + (_advice(op, array) if dtype in STORED else ""))
         require_same_library(op, name, array, first_array)
         if dtype != first_dtype:
             raise TypeError(f"{op}: {name} must be {first_dtype} like {first}, got {dtype}")
+
+
+def _advice(op: str, array: Any) -> str:
+    """The end of the message about an array in a storage dtype."""
+    library = library_of(type(array))
+    return (
+        f", which no kernel of {op} for {library} reads; convert it to float32, or run the model "
+        "without a precision"
+    )
 
 
 def _check_shapes(op: str, arrays: dict[str, Any], wanted: dict[str, tuple[str, ...]]) -> None:

@@ -13,6 +13,7 @@ from xformer.cli.models import enable_float64
 from xformer.cli.progress import each, progress
 from xformer.cli.train_options import config_of
 from xformer.models import GPT
+from xformer.models.precision import require_reducible
 from xformer.training import (
     Batch,
     Bytes,
@@ -94,6 +95,7 @@ def job_of(options: argparse.Namespace) -> Job:
         names = ("positions", "position_mode", "norm_placement", "residual_scale", "reversible")
         chosen: Any = {name: getattr(options, name) for name in (*names, "dropout")}
         model = GPT(corpus.vocabulary.size, *sizes, memory_len=memory, **chosen)
+    require_reducible("--precision", model, options.precision)
     prompt = PROMPT
     if options.data is not None:
         prompt = corpus.vocabulary.decode(corpus.validation[:PROMPT_LENGTH].tolist())

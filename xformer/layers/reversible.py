@@ -16,6 +16,7 @@ from xformer.layers.blocks import BlocksCache, add, order_of
 from xformer.layers.checkpoint import held
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.residual import BranchCache, branched
+from xformer.shapes import STORED, dtype_name
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -38,8 +39,14 @@ def reversible(
     streams after the last block are saved, whatever the number of blocks.
 
     x, y: (B, T, D) or (T, D). For the other arguments see `layers.blocks`.
-    ValueError for shapes and numbers that do not fit.
+    ValueError for shapes and numbers that do not fit. TypeError for bfloat16 and float16: an input
+    that is rebuilt from rounded numbers is off, and the errors add up over the blocks.
     """
+    if dtype_name(x) in STORED:
+        raise TypeError(
+            f"blocks: reversible blocks must be float32 or float64, since backward rebuilds their "
+            f"inputs, got {dtype_name(x)}"
+        )
     network = _Network(params, bias, pos, configs, order_of(params, configs), options)
     kv_caches: list[Any] = []
     x1 = x2 = x

@@ -17,6 +17,7 @@ from xformer import inference, ops, optim, renamed, tree
 from xformer.backends import Backend
 from xformer.compiling import Forward
 from xformer.generation.prefix import backend_of_params
+from xformer.models.precision import require_reducible
 from xformer.optim import LossScale, Optimiser, Schedule
 from xformer.optim.accumulate import shares, weighted
 from xformer.optim.loss_scale import Scaled
@@ -145,9 +146,11 @@ def train(
     and a lower loss scale.
 
     Diverged if the loss or a gradient is not finite, or the loss has grown too much. ValueError for
-    compiled without donate, for a loss with a segment memory if the state has none, and if the
-    processes cannot share the batches of a step (`require_shares`).
+    compiled without donate, for a loss with a segment memory if the state has none, for a model
+    that cannot be trained in config.precision, and if the processes cannot share the batches of a
+    step (`require_shares`).
     """
+    require_reducible("train", getattr(loss, "model", None), config.precision)
     world = world or Alone()
     require_shares(config, world, loss)
     if reduce is not None and world.size > 1:
