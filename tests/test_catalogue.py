@@ -184,7 +184,7 @@ def test_exact_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert max(errors) < 1e-13
     assert main(["gradcheck", "--exact", "--backend", "numba", "--only", "layer_norm"]) == 1
     assert "--exact needs float64, got --backend numba" in capsys.readouterr().err
-    from xformer.backends.numpy.layer_norm import LayerNormCache as cache
+    from xformer.backends.numpy.layer_norm import NumpyLayerNormCache as cache
 
     right = cache.backward
 

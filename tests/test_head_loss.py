@@ -9,7 +9,7 @@ import pytest
 from block_configs import block_config
 
 from xformer import GPT, Transformer, backends, ops, reference_only, tree
-from xformer.backends.numpy.linear_cross_entropy import LARGE, LinearCrossEntropyCache
+from xformer.backends.numpy.linear_cross_entropy import LARGE, NumpyLinearCrossEntropyCache
 from xformer.catalogue.case import random
 from xformer.finetune import lora
 from xformer.layers import EmbedConfig
@@ -81,7 +81,7 @@ def require_same(model: Any, params: Any, options: dict[str, Any], kind: Any) ->
 @pytest.mark.parametrize("options", [OPTIONS, {"ignore_index": -1, "reduction": "sum"}])
 def test_same_loss_and_gradients(name: str, options: dict[str, Any]) -> None:
     model = MODELS[name]
-    require_same(model, drawn(model), options, LinearCrossEntropyCache)
+    require_same(model, drawn(model), options, NumpyLinearCrossEntropyCache)
 
 
 @pytest.mark.parametrize("name", ["tied", "masked LM", "T5"])
@@ -122,11 +122,11 @@ def test_frozen_heads() -> None:
     model = MODELS["untied, bias"]
     for frozen, dw, db in (("head.w", None, True), ("head.b", True, None), ("head*", None, None)):
         params = tree.freeze(drawn(model), frozen)
-        grads = require_same(model, params, OPTIONS, LinearCrossEntropyCache)
+        grads = require_same(model, params, OPTIONS, NumpyLinearCrossEntropyCache)
         assert (grads.head.w is None, grads.head.b is None) == (dw is None, db is None)
     tied = MODELS["tied"]
     params = tree.freeze(drawn(tied), "embed.table")
-    grads = require_same(tied, params, OPTIONS, LinearCrossEntropyCache)
+    grads = require_same(tied, params, OPTIONS, NumpyLinearCrossEntropyCache)
     assert grads.embed.table is None
     _, cache = tied.loss(params, *examples(tied), **OPTIONS)
     assert head_of(cache).top.op.dw is None  # nor made for nothing

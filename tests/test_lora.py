@@ -13,7 +13,7 @@ from libraries import only
 
 from xformer import backends, optim, pretrained, tree
 from xformer.backends import Backend
-from xformer.backends.numpy.linear import LinearCache
+from xformer.backends.numpy.linear import NumpyLinearCache
 from xformer.finetune import lora
 from xformer.layers import LinearParams, LoRAParams
 from xformer.tree import Frozen, value
@@ -140,8 +140,8 @@ def test_gradients_of_the_base_are_never_computed(name: str) -> None:
     """No linear map but an adapter's own keeps what a gradient of its weights would need."""
     model, params = made(name, targets=("*.attn.q", "*.attn.kv.v"))
     _, cache = loss_of(name, model, params)
-    maps: dict[str, LinearCache] = {}
-    tree.map_nodes(maps.setdefault, cache, LinearCache)
+    maps: dict[str, NumpyLinearCache] = {}
+    tree.map_nodes(maps.setdefault, cache, NumpyLinearCache)
     for where, node in maps.items():
         of_adapter = re.search(r"\.maps\.\d\.(up|down)\.op$", where) is not None
         assert (node.x is not None) == of_adapter, where

@@ -23,7 +23,7 @@ def unsupported(x: Array, *, approximate: str = "none") -> str | None:
 
 
 @kernel(ops.gelu, "cupy", unsupported=unsupported, storage_dtypes=STORED)
-def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, ActivationCache]:
+def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, CupyActivationCache]:
     """Return (y = x * Phi(x), cache)."""
     return activation(x, "gelu" if approximate == "none" else "gelu_tanh")
 
@@ -31,7 +31,7 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, ActivationCache
 def _register(op: Overridable[..., Any]) -> None:
     name = op.__name__
 
-    def run(x: Array) -> tuple[Array, ActivationCache]:
+    def run(x: Array) -> tuple[Array, CupyActivationCache]:
         return activation(x, name)
 
     run.__name__ = name
@@ -42,7 +42,7 @@ for _op in (ops.erf, ops.quick_gelu, ops.relu, ops.relu_squared, ops.sigmoid, op
     _register(_op)
 
 
-def activation(x: Array, name: str) -> tuple[Array, ActivationCache]:
+def activation(x: Array, name: str) -> tuple[Array, CupyActivationCache]:
     """Return (y = act(x), cache).
 
     x: any shape
@@ -51,11 +51,11 @@ def activation(x: Array, name: str) -> tuple[Array, ActivationCache]:
     x = contiguous(x)
     y = empty(x)
     elementwise(SOURCE, "activation_forward", (x, y), ACTIVATION=name)
-    return y, ActivationCache(x, name)
+    return y, CupyActivationCache(x, name)
 
 
 @short
-class ActivationCache(NamedTuple):
+class CupyActivationCache(NamedTuple):
     """Saved by an activation for backward: x, from which the derivative is computed."""
 
     x: Array

@@ -25,7 +25,7 @@ def unsupported(x: Array, r: Array | None, params: NormParams, *, config: NormCo
 @kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def add_norm(
     x: Array, r: Array | None, params: NormParams, *, config: NormConfig
-) -> tuple[tuple[Array, Array], AddNormCache]:
+) -> tuple[tuple[Array, Array], CupyAddNormCache]:
     """Return ((s = x + r, y = norm(s)), cache); one launch reads x and r and writes s and y.
 
     x, r: (..., D); r None: s = x
@@ -43,11 +43,11 @@ def add_norm(
         require_axis("layer_norm", x, -1)
         y, cache = layer_norm.forward(x, r, w, b, config.eps, config.eps_inside)
     frozen = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
-    return (cache.x, y), AddNormCache(cache, r is not None, *frozen)
+    return (cache.x, y), CupyAddNormCache(cache, r is not None, *frozen)
 
 
 @short
-class AddNormCache(NamedTuple):
+class CupyAddNormCache(NamedTuple):
     """Saved by `add_norm` for backward: the cache of the norm. The sum has the derivative 1."""
 
     norm: Any  # the cache of the norm's kernel, whose x is the sum s

@@ -25,7 +25,7 @@ def cross_entropy(
     *,
     targets: Array,
     **options: Any,
-) -> tuple[Array, CrossEntropyCache]:
+) -> tuple[Array, CupyCrossEntropyCache]:
     """Return (loss, cache): one launch for the tokens' losses, another for their sum or mean.
 
     logits: (..., V)
@@ -41,13 +41,13 @@ def cross_entropy(
     if reduction != "none":
         loss, scale = total_loss(loss, targets, ignore_index, reduction)
     statistics = top, total, scale
-    return loss, CrossEntropyCache(
+    return loss, CupyCrossEntropyCache(
         logits, targets, ignore_index, *statistics, label_smoothing, z_loss
     )
 
 
 @short
-class CrossEntropyCache(NamedTuple):
+class CupyCrossEntropyCache(NamedTuple):
     """Saved by `cross_entropy` for backward; probabilities are recomputed from top."""
 
     logits: Array  # (..., V)
@@ -137,7 +137,7 @@ def total_loss(
     return total, scale
 
 
-def dlogits(cache: CrossEntropyCache, dloss: Array, out: Array) -> Array:
+def dlogits(cache: CupyCrossEntropyCache, dloss: Array, out: Array) -> Array:
     """Write the gradient of the logits to `out` (..., V), contiguous, and return it.
 
     `out` may be the cache's logits, if the caller does not need them any more.

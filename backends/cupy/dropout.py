@@ -27,14 +27,14 @@ def unsupported(x: Array, *, rate: float, key: RandomKey | None) -> str | None:
 
 
 @kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
-def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, DropoutCache]:
+def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, CupyDropoutCache]:
     """Return (y = x * keep / (1 - rate), cache)."""
     rate = require_rate("dropout", "rate", rate, "key", key)
-    return _drop(x, rate, key), DropoutCache(rate, key, x.shape)
+    return _drop(x, rate, key), CupyDropoutCache(rate, key, x.shape)
 
 
 @short
-class DropoutCache(NamedTuple):
+class CupyDropoutCache(NamedTuple):
     """Saved by `dropout` for backward: the key, which gives the same mask again, but no mask."""
 
     rate: float

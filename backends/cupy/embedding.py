@@ -20,7 +20,7 @@ BLOCK = 256  # threads; each copies one pack of elements
 
 
 @kernel(reference, "cupy", storage_dtypes=STORED)
-def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
+def embedding(table: Array, *, ids: Array) -> tuple[Array, CupyEmbeddingCache]:
     """Return (y = table[ids], cache). The row of an id out of range is NaN.
 
     table: (V, D)
@@ -40,11 +40,11 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
         args=(table, ids, y, y.size, width, n_rows),
         WIDE=vec,
     )
-    return y, EmbeddingCache(ids, (n_rows, width))
+    return y, CupyEmbeddingCache(ids, (n_rows, width))
 
 
 @short
-class EmbeddingCache(NamedTuple):
+class CupyEmbeddingCache(NamedTuple):
     """Saved by `embedding` for backward: the ids, but not the table."""
 
     ids: Array  # (...)

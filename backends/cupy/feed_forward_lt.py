@@ -57,7 +57,7 @@ def feed_forward(
     activation: str = "relu",
     dropout_rate: float = 0.0,
     dropout_key: ops.RandomKey | None = None,
-) -> tuple[Array, FeedForwardCache]:
+) -> tuple[Array, CupyFeedForwardCache]:
     """Return (y = hidden w_down + b_down, cache); hidden = gelu(before), before = x w_up + b_up."""
     down: Any = params.down
     (w, b), (w_down, b_down) = params.up, down
@@ -72,11 +72,11 @@ def feed_forward(
     y = PRODUCTS.affine(hidden, w_down, b_down)
     y = array_namespace(x).reshape(y, (*x.shape[:-1], y.shape[1]))
     has_b = b is not None, b_down is not None
-    return y, FeedForwardCache(rows, w, before, hidden, w_down, has_b, x.shape)
+    return y, CupyFeedForwardCache(rows, w, before, hidden, w_down, has_b, x.shape)
 
 
 @short
-class FeedForwardCache(NamedTuple):
+class CupyFeedForwardCache(NamedTuple):
     """Saved by `feed_forward` for backward: the inputs of both matmuls, both weights, and `before`.
 
     `before` gives the derivative of GELU.

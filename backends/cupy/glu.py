@@ -18,16 +18,16 @@ SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=tuple(ACTIVATION
 
 
 @kernel(reference, "cupy", storage_dtypes=STORED)
-def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, GluCache]:
+def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, CupyGluCache]:
     """Return (y = act(gate) * up, cache), elementwise; all arrays are (..., F)."""
     require_activation("glu", activation)
     gate, up, y = contiguous(gate), contiguous(up), empty(gate)
     elementwise(SOURCE, "glu_forward", (gate, up, y), ACTIVATION=activation)
-    return y, GluCache(gate, up, activation)
+    return y, CupyGluCache(gate, up, activation)
 
 
 @short
-class GluCache(NamedTuple):
+class CupyGluCache(NamedTuple):
     """Saved by `glu` for backward; the activation is recomputed."""
 
     gate: Array  # (..., F)

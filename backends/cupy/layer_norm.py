@@ -29,7 +29,7 @@ SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 @kernel(reference, "cupy", storage_dtypes=STORED)
 def layer_norm(
     x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
-) -> tuple[Array, LayerNormCache]:
+) -> tuple[Array, CupyLayerNormCache]:
     """Return (y = (x - mean) * rstd * w + b, cache).
 
     x: (..., D)   w, b: (D,)
@@ -42,7 +42,7 @@ def layer_norm(
 
 def forward(
     x: Array, addend: Array | None, w: Array, b: Array | None, eps: float, eps_inside: bool = True
-) -> tuple[Array, LayerNormCache]:
+) -> tuple[Array, CupyLayerNormCache]:
     """Return (y, cache) of `layer_norm` for x + addend; the cache's x is the sum."""
     x, w, b = contiguous(x), contiguous(w), None if b is None else contiguous(b)
     addend = None if addend is None else contiguous(addend)
@@ -60,11 +60,11 @@ def forward(
         WIDE=is_wide,
     )
     x = x if s is None else s
-    return y, LayerNormCache(x, w, mean, rstd, 0.0 if eps_inside else eps, b is not None)
+    return y, CupyLayerNormCache(x, w, mean, rstd, 0.0 if eps_inside else eps, b is not None)
 
 
 @short
-class LayerNormCache(NamedTuple):
+class CupyLayerNormCache(NamedTuple):
     """Saved by `layer_norm` for backward: x, w and each row's mean and 1 / standard deviation.
 
     They give xhat = (x - mean) * rstd again.

@@ -16,7 +16,7 @@ from xformer.typing import Array
 @kernel(reference, "cupy", storage_dtypes=STORED)
 def linear(
     x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
-) -> tuple[Array, LinearCache]:
+) -> tuple[Array, CupyLinearCache]:
     """Return (y = x w + b, cache).
 
     x: (..., I)   w: (I, O)   b: (O,)
@@ -27,16 +27,16 @@ def linear(
 
 def forward(
     products: Products, x: Array, w: Array, b: Array | None, trainable: bool
-) -> tuple[Array, LinearCache]:
+) -> tuple[Array, CupyLinearCache]:
     """Return (y = x w + b, cache) of `linear`, by the matmuls of `products`."""
     w = products.matrix(w)
     y = products.affine(products.rows(x), w, b)
-    cache = LinearCache(x if trainable else None, w, b is not None, x.shape, products)
+    cache = CupyLinearCache(x if trainable else None, w, b is not None, x.shape, products)
     return y.reshape((*x.shape[:-1], w.shape[1])), cache
 
 
 @short
-class LinearCache(NamedTuple):
+class CupyLinearCache(NamedTuple):
     """Saved by `linear` for backward: x for dw (not if w is not trained), and w for dx."""
 
     x: Array | None  # (..., I); None: w is not trained

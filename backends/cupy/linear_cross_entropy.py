@@ -61,7 +61,7 @@ def linear_cross_entropy(
     targets: Array,
     trainable: bool = True,
     **options: Any,
-) -> tuple[Array, LinearCrossEntropyCache | None]:
+) -> tuple[Array, CupyLinearCrossEntropyCache | None]:
     """Return (loss, cache). The cache holds the gradients; it is None within `inference()`.
 
     x: (..., D)   w: (D, V)   b: (V,)   targets: (...), integers
@@ -78,7 +78,7 @@ def forward(
     targets: Array,
     options: LossOptions,
     trainable: bool,
-) -> tuple[Array, LinearCrossEntropyCache | None]:
+) -> tuple[Array, CupyLinearCrossEntropyCache | None]:
     """Return (loss, cache) of `linear_cross_entropy`, by the matmuls of `products`."""
     ignore_index, a, z, reduction = options
     targets = array_namespace(w).reshape(int64_targets(w, targets), (-1,))
@@ -105,7 +105,7 @@ def forward(
     if dx is None:
         return total, None
     dx = array_namespace(x).reshape(dx, x.shape)
-    return total, LinearCrossEntropyCache(dx, *of_classes(grads, n_classes), scale)
+    return total, CupyLinearCrossEntropyCache(dx, *of_classes(grads, n_classes), scale)
 
 
 def chunk_rows(n: int, row_bytes: int) -> int:
@@ -147,7 +147,7 @@ def of_classes(grads: Gradients, n_classes: int) -> Gradients:
 
 
 @short
-class LinearCrossEntropyCache(NamedTuple):
+class CupyLinearCrossEntropyCache(NamedTuple):
     """Saved by `linear_cross_entropy` for backward: gradients of the sum over tokens."""
 
     dx: Array  # (..., D)

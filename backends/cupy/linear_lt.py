@@ -83,7 +83,7 @@ def linear_unsupported(
 @kernel(ops.linear, "cupy", unsupported=linear_unsupported, storage_dtypes=STORED)
 def linear(
     x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
-) -> tuple[Array, by_cublas.LinearCache]:
+) -> tuple[Array, by_cublas.CupyLinearCache]:
     """Return (y = x w + b, cache).
 
     x: (..., I)   w: (I, O)   b: (O,)
@@ -117,7 +117,7 @@ def linear_cross_entropy(
     targets: Array,
     trainable: bool = True,
     **options: Any,
-) -> tuple[Array, head.LinearCrossEntropyCache | None]:
+) -> tuple[Array, head.CupyLinearCrossEntropyCache | None]:
     """Return (loss, cache). The cache holds the gradients; it is None within `inference()`.
 
     x: (..., D)   w: (D, V)   b: (V,)   targets: (...), integers

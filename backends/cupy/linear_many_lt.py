@@ -39,7 +39,7 @@ def unsupported(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) ->
 @kernel(reference, "cupy", unsupported=unsupported)  # the reference takes bfloat16 and float16 too
 def linear_many(
     x: Array, params: tuple[LinearParams, ...], *, all_kept: bool = False
-) -> tuple[tuple[Array, ...], LinearsCache]:
+) -> tuple[tuple[Array, ...], CupyLinearsCache]:
     """Return (y = x w + b for each map, cache).
 
     all_kept: all results stay in use, so that they may share one array.
@@ -49,7 +49,7 @@ def linear_many(
     ys = _at_once(x, params) if all_kept or is_inference() else None
     ys = tuple(linear(x, w, b)[0] for w, b in params) if ys is None else ys
     maps = tuple(Map(PRODUCTS.matrix(w), b is not None) for w, b in params)
-    return ys, LinearsCache(x, maps)
+    return ys, CupyLinearsCache(x, maps)
 
 
 def _at_once(x: Array, params: tuple[LinearParams, ...]) -> tuple[Array, ...] | None:
@@ -82,7 +82,7 @@ class Map(NamedTuple):
 
 
 @short
-class LinearsCache(NamedTuple):
+class CupyLinearsCache(NamedTuple):
     """Saved by `linear_many` for backward: x for each dw, and each w for dx."""
 
     x: Array  # (..., I)

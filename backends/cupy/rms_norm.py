@@ -36,7 +36,7 @@ def unsupported(
 @kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def rms_norm(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
-) -> tuple[Array, RmsNormCache]:
+) -> tuple[Array, CupyRmsNormCache]:
     """Return (y = (offset + w) * x * rstd, cache).
 
     x: (..., D)   w: (D,); None: y = x * rstd
@@ -49,7 +49,7 @@ def rms_norm(
 
 def forward(
     x: Array, addend: Array | None, w: Array | None, eps: float, offset: float
-) -> tuple[Array, RmsNormCache]:
+) -> tuple[Array, CupyRmsNormCache]:
     """Return (y, cache) of `rms_norm` for x + addend; the cache's x is the sum."""
     x, w = contiguous(x), None if w is None else contiguous(w)
     addend = None if addend is None else contiguous(addend)
@@ -67,11 +67,11 @@ def forward(
         WIDE=is_wide,
     )
     x = x if s is None else s
-    return y, RmsNormCache(x, w, rstd, offset)
+    return y, CupyRmsNormCache(x, w, rstd, offset)
 
 
 @short
-class RmsNormCache(NamedTuple):
+class CupyRmsNormCache(NamedTuple):
     """Saved by `rms_norm` for backward: x, w and 1 / RMS of each row, which give xhat again."""
 
     x: Array  # (..., D)

@@ -19,7 +19,9 @@ BLOCK = 256  # threads
 
 
 @kernel(reference, "cupy", storage_dtypes=STORED)
-def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tuple[Array, RopeCache]:
+def rope(
+    x: Array, *, cos: Array, sin: Array, interleaved: bool = False
+) -> tuple[Array, CupyRopeCache]:
     """Return (y, cache): pairs of channels (a, b) become (a cos - b sin, b cos + a sin).
 
     x: (B, H, T, K)   cos, sin: (T, R/2) or (B, T, R/2)
@@ -27,12 +29,12 @@ def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tupl
     """
     require_tables(x, cos, sin)
     cos, sin = contiguous(cos), contiguous(sin)
-    cache = RopeCache(cos, sin, interleaved, tuple(x.shape), x.dtype)
+    cache = CupyRopeCache(cos, sin, interleaved, tuple(x.shape), x.dtype)
     return _rotated(x, cos, sin, interleaved, 1), cache
 
 
 @short
-class RopeCache(NamedTuple):
+class CupyRopeCache(NamedTuple):
     """Saved by `rope` for backward: the tables, which all calls share."""
 
     cos: Array  # (T, R/2) or (B, T, R/2)

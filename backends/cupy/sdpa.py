@@ -67,7 +67,7 @@ def sdpa(
     *,
     mask: Array | None = None,
     **options: Any,
-) -> tuple[Array, SdpaCache]:
+) -> tuple[Array, CupySdpaCache]:
     """Return (ctx, cache) by one launch, or by two if there are few queries and many keys.
 
     q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   ctx: (B, H, T, M)
@@ -82,11 +82,11 @@ def sdpa(
         by_token = array_namespace(q).astype(by_token, q.dtype, copy=False)
     else:
         by_token, top, total = _combined(inputs, split_of(n_keys))
-    return heads_first(by_token), SdpaCache(inputs, by_token, top, total)
+    return heads_first(by_token), CupySdpaCache(inputs, by_token, top, total)
 
 
 @short
-class SdpaCache(NamedTuple):
+class CupySdpaCache(NamedTuple):
     """Saved by `sdpa` for backward; probabilities are recomputed from top and total."""
 
     attention: Attention

@@ -16,16 +16,16 @@ SOURCE = Source(__file__, WIDE=(0, 1))
 
 
 @kernel(reference, "cupy")
-def softmax(x: Array, *, axis: int = -1) -> tuple[Array, SoftmaxCache]:
+def softmax(x: Array, *, axis: int = -1) -> tuple[Array, CupySoftmaxCache]:
     """Return (y, cache), y = exp(x - max(x)) / sum(exp(x - max(x))) along `axis`."""
     require_axis("softmax", x, axis)
     x, y = contiguous(x), empty(x)
     _launch("softmax_forward", (x, y), axis)
-    return y, SoftmaxCache(y, axis)
+    return y, CupySoftmaxCache(y, axis)
 
 
 @short
-class SoftmaxCache(NamedTuple):
+class CupySoftmaxCache(NamedTuple):
     """Saved by `softmax` for backward: y, which gives the derivative. x is not needed."""
 
     y: Array  # shape of x

@@ -25,7 +25,7 @@ def cross_entropy(
     *,
     targets: Array,
     **options: Any,
-) -> tuple[Array, CrossEntropyCache]:
+) -> tuple[Array, NumpyCrossEntropyCache]:
     """Compute the loss from each row's maximum, sum of exponentials and target logit."""
     ignore_index, a, z, reduction = loss_options(**options)
     require_axis("cross_entropy", logits, -1, "logits")
@@ -41,7 +41,7 @@ def cross_entropy(
     loss *= weight
     if reduction == "mean":
         weight /= max(np.add.reduce(weight), 1)
-    cache = CrossEntropyCache(
+    cache = NumpyCrossEntropyCache(
         logits, targets, keep, tokens.top, tokens.total, weight, a, z, reduction
     )
     if reduction == "none":
@@ -50,7 +50,7 @@ def cross_entropy(
 
 
 @short
-class CrossEntropyCache(NamedTuple):
+class NumpyCrossEntropyCache(NamedTuple):
     """Saved by `cross_entropy` for backward; probabilities are exp(logits - top) / total."""
 
     logits: Array  # (..., V)

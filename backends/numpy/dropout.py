@@ -25,7 +25,7 @@ def unsupported(x: Array, *, rate: Any, key: RandomKey | None) -> str | None:
 
 
 @kernel(reference, "numpy", unsupported=unsupported)
-def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, DropoutCache]:
+def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, NumpyDropoutCache]:
     """y = x * keep / (1 - rate). The mask `keep` is drawn, packed and applied block by block."""
     rate = require_rate("dropout", "rate", rate, "key", key)
     lowest = np.uint32(round(rate * 2**32))  # elements with a random word >= lowest are kept
@@ -42,11 +42,11 @@ def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, Dro
 
     if width:
         row_blocks(piece, n, width)
-    return y, DropoutCache(rate, bits, x.shape)
+    return y, NumpyDropoutCache(rate, bits, x.shape)
 
 
 @short
-class DropoutCache(NamedTuple):
+class NumpyDropoutCache(NamedTuple):
     """Saved by `dropout` for backward: the mask, one bit for each element."""
 
     rate: float

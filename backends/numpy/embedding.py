@@ -16,14 +16,14 @@ from xformer.typing import Array
 
 
 @kernel(reference, "numpy")
-def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
+def embedding(table: Array, *, ids: Array) -> tuple[Array, NumpyEmbeddingCache]:
     """y = table[ids]."""
     ids = require_ids("embedding", "ids", private_copy(ids), table.shape[0], table)
-    return np.take(table, ids, axis=0), EmbeddingCache(ids, table.shape)
+    return np.take(table, ids, axis=0), NumpyEmbeddingCache(ids, table.shape)
 
 
 @short
-class EmbeddingCache(NamedTuple):
+class NumpyEmbeddingCache(NamedTuple):
     """Saved by `embedding` for backward: the ids. The gradient does not depend on the table."""
 
     ids: Array  # (...)

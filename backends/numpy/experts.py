@@ -27,7 +27,7 @@ def experts(
     ids: Array,
     activation: str = "silu",
     trainable: bool = True,
-) -> tuple[Array, ExpertsCache]:
+) -> tuple[Array, NumpyExpertsCache]:
     """Gather the rows of each chosen expert, and add its weighted output to these rows of y."""
     ids = require_choice(private_copy(ids), w_gate, activation)
     y, parts = np.zeros(x.shape, x.dtype), []
@@ -37,11 +37,11 @@ def experts(
         y_e, part = one_expert(x[rows], w_e, share, activation)
         y[rows] += y_e
         parts.append(part)
-    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, trainable, tuple(parts))
+    return y, NumpyExpertsCache(x, w_gate, w_up, w_down, ids, activation, trainable, tuple(parts))
 
 
 @short
-class ExpertsCache(NamedTuple):
+class NumpyExpertsCache(NamedTuple):
     """Saved by `experts` for backward: its inputs, and the cache of each chosen expert."""
 
     x: Array  # (N, D)

@@ -43,7 +43,7 @@ def unsupported(x: Array, *, approximate: str = "none") -> str | None:
 
 
 @kernel(reference, "numpy", unsupported=unsupported)
-def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
+def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, NumpyGeluCache]:
     """y = x * Phi(x), without the reference's temporary arrays of x's size."""
     p = TANH if approximate == "tanh" else EXACT
     y = np.empty(x.shape, x.dtype)
@@ -57,11 +57,11 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
 
     with np.errstate(over="ignore"):  # exp2 overflows if Phi is 0
         blocks(piece, xs.size, BLOCK)
-    return y, GeluCache(x, approximate)
+    return y, NumpyGeluCache(x, approximate)
 
 
 @short
-class GeluCache(NamedTuple):
+class NumpyGeluCache(NamedTuple):
     """Saved by `gelu` for backward: x. Phi is recomputed from it."""
 
     x: Array  # (...)

@@ -25,7 +25,7 @@ def unsupported(gate: Array, up: Array, *, activation: str = "silu") -> str | No
 
 
 @kernel(reference, "numpy", unsupported=unsupported)
-def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, GluCache]:
+def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, NumpyGluCache]:
     """y = gate / (1 + exp(-gate)) * up."""
     y = np.empty(gate.shape, gate.dtype)
     gates, ups, ys = flat(gate), flat(up), flat(y)
@@ -39,11 +39,11 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
 
     with np.errstate(over="ignore"):  # exp2 overflows if the sigmoid is 0
         blocks(piece, ys.size, BLOCK)
-    return y, GluCache(gate, up)
+    return y, NumpyGluCache(gate, up)
 
 
 @short
-class GluCache(NamedTuple):
+class NumpyGluCache(NamedTuple):
     """Saved by `glu` for backward: its inputs. The sigmoid of gate is recomputed."""
 
     gate: Array  # (..., F)

@@ -22,7 +22,7 @@ FAR = 8.0
 @kernel(reference, "numpy")
 def layer_norm(
     x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
-) -> tuple[Array, LayerNormCache]:
+) -> tuple[Array, NumpyLayerNormCache]:
     """Centre the rows, compute the variance of the result, then apply rstd, w and b in place."""
     eps = number("layer_norm", "eps", eps, low=0)
     require_axis("layer_norm", x, -1)
@@ -46,11 +46,11 @@ def layer_norm(
 
     row_blocks(piece, *xs.shape)
     eps_outside = 0.0 if eps_inside else eps
-    return y, LayerNormCache(x, w, mean, rstd, eps_outside, b is not None)
+    return y, NumpyLayerNormCache(x, w, mean, rstd, eps_outside, b is not None)
 
 
 @short
-class LayerNormCache(NamedTuple):
+class NumpyLayerNormCache(NamedTuple):
     """Saved by `layer_norm` for backward: xhat = (x - mean) * rstd is recomputed."""
 
     x: Array  # (..., D)

@@ -29,14 +29,14 @@ Map = tuple[Array, Array | None]  # w (I, O), b (O,)
 @kernel(reference, "numpy")
 def linear(
     x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
-) -> tuple[Array, LinearCache]:
+) -> tuple[Array, NumpyLinearCache]:
     """y = x w + b. Each piece of y is computed by one thread."""
     (y,) = outputs(x, [(w, b)])
-    return y, LinearCache(x if trainable else None, w, b, x.shape)
+    return y, NumpyLinearCache(x if trainable else None, w, b, x.shape)
 
 
 @short
-class LinearCache(NamedTuple):
+class NumpyLinearCache(NamedTuple):
     """Saved by `linear` for backward: x for dw, and w for dx."""
 
     x: Array | None  # (..., I); None: w is not trained

@@ -61,7 +61,7 @@ def linear_cross_entropy(
     targets: Array,
     trainable: bool = True,
     **options: Any,
-) -> tuple[Array, LinearCrossEntropyCache | None]:
+) -> tuple[Array, NumpyLinearCrossEntropyCache | None]:
     """Compute the loss of the tokens that are not ignored, and its gradients.
 
     Within `inference()` no gradients are computed, and the cache is None.
@@ -119,7 +119,7 @@ def kept_rows(
 
 
 @short
-class LinearCrossEntropyCache(NamedTuple):
+class NumpyLinearCrossEntropyCache(NamedTuple):
     """Saved by `linear_cross_entropy` for backward: gradients for dloss = 1."""
 
     dx: Array  # (..., D)
@@ -190,7 +190,7 @@ def _chunk(
 
 def cache_of(
     grads: Gradients | None, shape: tuple[int, ...], chosen: Array | None
-) -> LinearCrossEntropyCache | None:
+) -> NumpyLinearCrossEntropyCache | None:
     """Return the cache, with dx in the given shape (..., D), and 0 in dx for ignored tokens."""
     if grads is None:
         return None
@@ -198,4 +198,4 @@ def cache_of(
     if chosen is not None:
         dx = np.zeros((math.prod(shape[:-1]), shape[-1]), dx.dtype)
         dx[chosen] = grads.dx
-    return LinearCrossEntropyCache(dx.reshape(shape), grads.dw, grads.db)
+    return NumpyLinearCrossEntropyCache(dx.reshape(shape), grads.dw, grads.db)

@@ -28,15 +28,15 @@ def unsupported(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) ->
 @kernel(reference, "numpy", unsupported=unsupported)
 def linear_many(
     x: Array, params: tuple[LinearParams, ...], *, all_kept: bool = False
-) -> tuple[tuple[Array, ...], LinearsCache]:
+) -> tuple[tuple[Array, ...], NumpyLinearsCache]:
     """Return x w + b for each of `params`."""
     for w, b in params:
         ops.linear.reference.check((x, w, b), {})  # type: ignore[attr-defined]
-    return tuple(outputs(x, params)), LinearsCache(x, params)
+    return tuple(outputs(x, params)), NumpyLinearsCache(x, params)
 
 
 @short
-class LinearsCache(NamedTuple):
+class NumpyLinearsCache(NamedTuple):
     """Saved by `linear_many` for backward: x for each dw, and the weights for dx."""
 
     x: Array  # (..., I)

@@ -25,7 +25,7 @@ def unsupported(
 @kernel(reference, "numpy", unsupported=unsupported)
 def rms_norm(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
-) -> tuple[Array, RmsNormCache]:
+) -> tuple[Array, NumpyRmsNormCache]:
     """y = gain * x / sqrt(mean(x^2) + eps), gain = w + offset."""
     eps = number("rms_norm", "eps", eps, low=0)
     offset = number("rms_norm", "offset", offset)
@@ -43,11 +43,11 @@ def rms_norm(
         y *= x
 
     row_blocks(piece, *xs.shape)
-    return y, RmsNormCache(x, gain, rstd)
+    return y, NumpyRmsNormCache(x, gain, rstd)
 
 
 @short
-class RmsNormCache(NamedTuple):
+class NumpyRmsNormCache(NamedTuple):
     """Saved by `rms_norm` for backward: xhat = x * rstd is recomputed."""
 
     x: Array  # (..., D)

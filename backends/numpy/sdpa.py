@@ -44,7 +44,7 @@ def sdpa(
     *,
     mask: Array | None = None,
     **options: Any,
-) -> tuple[Array, SdpaCache]:
+) -> tuple[Array, NumpySdpaCache]:
     """Compute ctx part by part, with no more scratch memory than the queries, keys and values."""
     checked = sdpa_options(q, k, bias, mask=mask, **options)
     scores = Scores(q, k, _four_axes(bias), _four_axes(mask), checked, *checked.band)
@@ -52,11 +52,11 @@ def sdpa(
     top, total = np.empty((2, *q.shape[:3], 1), q.dtype)
     attn = Attention(scores, v, sinks, ctx, top, total)
     scores.run(lambda part: attend(attn, part), q.shape[3] + v.shape[3], (True, True))
-    return ctx, SdpaCache(attn, None if bias is None else bias.shape)
+    return ctx, NumpySdpaCache(attn, None if bias is None else bias.shape)
 
 
 @short
-class SdpaCache(NamedTuple):
+class NumpySdpaCache(NamedTuple):
     """Saved by `sdpa` for backward: its inputs, ctx, and the maximum and sum of each softmax.
 
     Backward recomputes the probabilities from them, tile by tile.

@@ -255,11 +255,11 @@ class Pooler:
         """x (B, T, D), unchanged."""
         return x, PoolerCache(params)
 
-    def pooled(self, x: Array, params: LinearParams) -> tuple[Array, PooledCache]:
+    def pooled(self, x: Array, params: LinearParams) -> tuple[Array, PoolerTanhCache]:
         """x: (B, D), the first tokens   y: (B, D)."""
         y, dense = linear(x, params)
         y, act = ops.tanh(y)
-        return y, PooledCache(dense, act)
+        return y, PoolerTanhCache(dense, act)
 
 
 @short
@@ -274,7 +274,7 @@ class PoolerCache(NamedTuple):
 
 
 @short
-class PooledCache(NamedTuple):
+class PoolerTanhCache(NamedTuple):
     """Saved by `Pooler.pooled` for backward: the caches of the linear layer and of tanh."""
 
     linear: Any  # of `layers.linear`

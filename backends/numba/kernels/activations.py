@@ -68,7 +68,7 @@ def unsupported(x: Array) -> str | None:
 
 def activate(
     name: str, x: Array, reference: Reference, formula: tuple[int, float]
-) -> tuple[Array, ActivationCache]:
+) -> tuple[Array, NumbaActivationCache]:
     """Record an activation of x; y has the memory layout of x.
 
     name: of the instruction. reference: the activation on NumPy arrays. formula: (code, c).
@@ -82,11 +82,11 @@ def activate(
     code, number = formula
     compiled = Native(forward, (x.size, code, bits(number)), program.pieces(x.size))
     program.emit(name, run, [y], [x], compiled)
-    return y, ActivationCache(y if code in FROM_OUTPUT else x, name, reference, formula)
+    return y, NumbaActivationCache(y if code in FROM_OUTPUT else x, name, reference, formula)
 
 
 @short
-class ActivationCache(NamedTuple):
+class NumbaActivationCache(NamedTuple):
     """Saved by an activation for backward: y if the code is in `FROM_OUTPUT`, else x."""
 
     saved: Array

@@ -30,26 +30,26 @@ def unsupported(x: Array, r: Array | None, params: NormParams, *, config: NormCo
 @kernel(reference, "numba.kernels", unsupported=unsupported)
 def add_norm(
     x: Array, r: Array | None, params: NormParams, *, config: NormConfig
-) -> tuple[tuple[Array, Array], AddNormCache]:
+) -> tuple[tuple[Array, Array], NumbaAddNormCache]:
     """Return (s, y), computed by one instruction: s = x + r and y = norm(s). r None: s is x."""
     require_axis("add_norm", x, -1)
     if r is not None:
         require_gradient("add_norm", "r", r, x)
     w, b = value(params.w), value(params.b)
-    cache: layer_norm.LayerNormCache | rms_norm.RmsNormCache
+    cache: layer_norm.NumbaLayerNormCache | rms_norm.NumbaRmsNormCache
     if config.kind == "rms":
         s, y, cache = rms_norm.normalise(x, r, w, config.eps, config.offset)
     else:
         s, y, cache = layer_norm.normalise(x, r, w, b, config.eps)
     frozen = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
-    return (s, y), AddNormCache(cache, *frozen, r is not None)
+    return (s, y), NumbaAddNormCache(cache, *frozen, r is not None)
 
 
 @short
-class AddNormCache(NamedTuple):
+class NumbaAddNormCache(NamedTuple):
     """Saved by `add_norm` for backward: the cache of the norm of s."""
 
-    norm: layer_norm.LayerNormCache | rms_norm.RmsNormCache
+    norm: layer_norm.NumbaLayerNormCache | rms_norm.NumbaRmsNormCache
     frozen_w: bool
     frozen_b: bool
     has_r: bool

@@ -45,7 +45,7 @@ def cross_entropy(
     *,
     targets: Array,
     **options: Any,
-) -> tuple[Array, CrossEntropyCache]:
+) -> tuple[Array, NumbaCrossEntropyCache]:
     """Record one instruction for the losses of all tokens, and return (loss, cache).
 
     logits: (..., V)   targets: (...) integers in [0, V)   loss: (), or (...) for reduction "none"
@@ -66,14 +66,14 @@ def cross_entropy(
 
     compiled = Native(take_losses, (n, n_classes, *checked.words()), pieces)
     recorder.emit("cross_entropy", run, [losses, row], [rows, tokens.targets], compiled)
-    cache = CrossEntropyCache(rows, *tokens, checked, logits.shape)
+    cache = NumbaCrossEntropyCache(rows, *tokens, checked, logits.shape)
     if checked.reduction == "none":
         return reshape(losses, logits.shape[:-1]), cache
     return weighted_sum(recorder, losses, tokens.weight), cache
 
 
 @short
-class CrossEntropyCache(NamedTuple):
+class NumbaCrossEntropyCache(NamedTuple):
     """Saved by `cross_entropy` for backward: logits and targets. Softmax is computed again."""
 
     logits: Array  # (N, V)

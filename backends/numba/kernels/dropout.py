@@ -43,15 +43,15 @@ def unsupported(x: Array, *, rate: Any, key: RandomKey | None) -> str | None:
 
 
 @kernel(ops.dropout, "numba.kernels", unsupported=unsupported)
-def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, DropoutCache]:
+def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, NumbaDropoutCache]:
     """y = x * keep / (1 - rate), keep a random mask of 0 and 1."""
     rate = require_rate("dropout", "rate", rate, "key", key)
     assert key is not None
-    return _drop("dropout", x, rate, key), DropoutCache(rate, key, x.shape)
+    return _drop("dropout", x, rate, key), NumbaDropoutCache(rate, key, x.shape)
 
 
 @short
-class DropoutCache(NamedTuple):
+class NumbaDropoutCache(NamedTuple):
     """Saved by `dropout` for backward, which computes the same mask from the key again."""
 
     rate: float

@@ -26,7 +26,7 @@ def unsupported(table: Array, *, ids: Array) -> str | None:
 
 
 @kernel(ops.embedding, "numba.kernels", unsupported=unsupported)
-def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
+def embedding(table: Array, *, ids: Array) -> tuple[Array, NumbaEmbeddingCache]:
     """y = table[ids]."""
     ids = require_ids("embedding", "ids", ids, table.shape[0], table)
     recorder = program.of([table, ids])
@@ -39,11 +39,11 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
 
     compiled = Native(take_rows, (ids.size, n_rows, width), recorder.pieces(y.size))
     recorder.emit("embedding", run, [y], [contiguous(table), flat], compiled)
-    return y, EmbeddingCache(ids, table.shape)
+    return y, NumbaEmbeddingCache(ids, table.shape)
 
 
 @short
-class EmbeddingCache(NamedTuple):
+class NumbaEmbeddingCache(NamedTuple):
     """Saved by `embedding` for backward: no copy of the table."""
 
     ids: Array  # (...)

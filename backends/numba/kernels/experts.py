@@ -74,7 +74,7 @@ def experts(
     ids: Array,
     activation: str = "silu",
     trainable: bool = True,
-) -> tuple[Array, ExpertsCache]:
+) -> tuple[Array, NumbaExpertsCache]:
     """y_n = sum_c weights_nc * (act(x_n w_gate_e) * (x_n w_up_e)) w_down_e, e = ids_nc."""
     ids = require_choice(ids, w_gate, activation)
     order = grouped.emit_order(program_of(x, weights), ids, len(w_gate))
@@ -84,11 +84,13 @@ def experts(
     hidden = _emit_hidden(gate, up, weights, order, activation)
     down = grouped.emit_grouped("experts down", [Pair(hidden, w_down)], order)
     y = grouped.emit_sums("experts sums", down, order, len(x))
-    return y, ExpertsCache(x, w_gate, w_up, w_down, weights, order, gate, up, activation, trainable)
+    return y, NumbaExpertsCache(
+        x, w_gate, w_up, w_down, weights, order, gate, up, activation, trainable
+    )
 
 
 @short
-class ExpertsCache(NamedTuple):
+class NumbaExpertsCache(NamedTuple):
     """Saved by `experts` for backward, which gathers the rows of x again."""
 
     x: Array  # (N, D)
@@ -134,7 +136,7 @@ def _emit_hidden(gate: Array, up: Array, weights: Array, order: Order, activatio
     return hidden
 
 
-def _emit_backward(cache: ExpertsCache, dhidden: Array) -> list[Array]:
+def _emit_backward(cache: NumbaExpertsCache, dhidden: Array) -> list[Array]:
     """Return dgate and dup (M, F), dweights (N, C), and hidden (M, F) if `cache.trainable`.
 
     hidden = weight * act(gate) * up is computed again; the gradient of w_down needs it.

@@ -7,7 +7,7 @@ from functools import partial
 from xformer import ops
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
-    ActivationCache,
+    NumbaActivationCache,
     activate,
 )
 from xformer.backends.numba.kernels.layout import unrecordable
@@ -23,7 +23,7 @@ def unsupported(x: Array, *, approximate: str = "none") -> str | None:
 
 
 @kernel(ops.gelu, "numba.kernels", unsupported=unsupported)
-def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, ActivationCache]:
+def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, NumbaActivationCache]:
     """y = x * Phi(x), or its approximation by tanh."""
     reference = partial(ops.gelu.reference, approximate=approximate)
     return activate("gelu", x, reference, FORMULAS[FORMULA_OF[approximate]])

@@ -53,7 +53,7 @@ def unsupported(gate: Array, up: Array, *, activation: str = "silu") -> str | No
 
 
 @kernel(ops.glu, "numba.kernels", unsupported=unsupported)
-def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, GluCache]:
+def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, NumbaGluCache]:
     """y = act(gate) * up."""
     program, gate = program_of(gate, up), dense(gate)
     order = order_of(gate)
@@ -65,11 +65,11 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
     code, number = FORMULAS[activation]
     compiled = Native(forward, (y.size, code, bits(number)), program.pieces(y.size))
     program.emit(f"glu {activation}", run, [y], [gate, up], compiled)
-    return y, GluCache(gate, up, activation)
+    return y, NumbaGluCache(gate, up, activation)
 
 
 @short
-class GluCache(NamedTuple):
+class NumbaGluCache(NamedTuple):
     """Saved by `glu` for backward, which computes act(gate) again."""
 
     gate: Array  # (..., F)

@@ -34,16 +34,16 @@ def unsupported(x: Array, y: Array, *, ids: Array) -> str | None:
 
 
 @kernel(ops.index_add, "numba.kernels", unsupported=unsupported)
-def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
+def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, NumbaIndexAddCache]:
     """out = x, then out[ids[n]] += y[n] for every n."""
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     recorder = program.of([x, y, ids])
     assert recorder is not None  # `unsupported` has checked this
-    return emit_sums(recorder, "index_add", x.shape, y, ids, x), IndexAddCache(ids, x.shape)
+    return emit_sums(recorder, "index_add", x.shape, y, ids, x), NumbaIndexAddCache(ids, x.shape)
 
 
 @short
-class IndexAddCache(NamedTuple):
+class NumbaIndexAddCache(NamedTuple):
     """Saved by `index_add` for backward: only the ids."""
 
     ids: Array  # (N,)

@@ -32,7 +32,7 @@ def unsupported(x: Array, *, eps: float = 1e-12) -> str | None:
 
 
 @kernel(ops.l2_normalize, "numba.kernels", unsupported=unsupported)
-def l2_normalize(x: Array, *, eps: float = 1e-12) -> tuple[Array, L2NormalizeCache]:
+def l2_normalize(x: Array, *, eps: float = 1e-12) -> tuple[Array, NumbaL2NormalizeCache]:
     """y = x / max(|x|, eps), |x| the Euclidean norm over the last axis."""
     eps = number("l2_normalize", "eps", eps, low=0)
     require_axis("l2_normalize", x, -1)
@@ -49,11 +49,11 @@ def l2_normalize(x: Array, *, eps: float = 1e-12) -> tuple[Array, L2NormalizeCac
         forward, (x.size // x.shape[-1], x.shape[-1], bits(eps)), pieces_of(program, x)
     )
     program.emit("l2_normalize", run, [y, norm], [x], compiled)
-    return y, L2NormalizeCache(y, norm, eps)
+    return y, NumbaL2NormalizeCache(y, norm, eps)
 
 
 @short
-class L2NormalizeCache(NamedTuple):
+class NumbaL2NormalizeCache(NamedTuple):
     """Saved by `l2_normalize` for backward; x is not needed."""
 
     y: Array  # (..., D)

@@ -50,7 +50,7 @@ def unsupported(
 @kernel(ops.layer_norm, "numba.kernels", unsupported=unsupported)
 def layer_norm(
     x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
-) -> tuple[Array, LayerNormCache]:
+) -> tuple[Array, NumbaLayerNormCache]:
     """y = (x - mean) * rstd * w + b over the last axis.
 
     The variance is computed from centred rows: rstd = 1 / sqrt(mean((x - mean)^2) + eps).
@@ -63,7 +63,7 @@ def layer_norm(
 
 def normalise(
     x: Array, r: Array | None, w: Array, b: Array | None, eps: float
-) -> tuple[Array, Array, LayerNormCache]:
+) -> tuple[Array, Array, NumbaLayerNormCache]:
     """Return (s, y, cache): s = x + r, or x if r is None; y is the layer norm of s.
 
     x, r, s, y: (..., D)   w, b: (D,); b may be None
@@ -85,14 +85,14 @@ def normalise(
     if r is None:
         compiled = Native(forward, numbers, pieces)
         program.emit("layer_norm", run, [y, mean, rstd], [x, w, b], compiled)
-        return x, y, LayerNormCache(x, w, mean, rstd, has_b)
+        return x, y, NumbaLayerNormCache(x, w, mean, rstd, has_b)
     s, compiled = fresh_in(program, order, x.shape, x.dtype), Native(add_forward, numbers, pieces)
     program.emit("add layer_norm", run_sum, [y, mean, rstd, s], [x, r, w, b], compiled)
-    return s, y, LayerNormCache(s, w, mean, rstd, has_b)
+    return s, y, NumbaLayerNormCache(s, w, mean, rstd, has_b)
 
 
 @short
-class LayerNormCache(NamedTuple):
+class NumbaLayerNormCache(NamedTuple):
     """Saved by `layer_norm` for backward, which computes xhat = (x - mean) * rstd again."""
 
     x: Array  # (..., D)

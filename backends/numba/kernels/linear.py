@@ -44,7 +44,7 @@ def unsupported(
 @kernel(ops.linear, "numba.kernels", unsupported=unsupported)
 def linear(
     x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
-) -> tuple[Array, LinearCache]:
+) -> tuple[Array, NumbaLinearCache]:
     """y = x w + b."""
     y, sums, cache = emit_linear(x, w, b, trainable=trainable)
     emit_sums("linear", sums)
@@ -53,7 +53,7 @@ def linear(
 
 def emit_linear(
     x: Array, w: Array, b: Array | None, *, trainable: bool
-) -> tuple[Array, list[PendingSum], LinearCache]:
+) -> tuple[Array, list[PendingSum], NumbaLinearCache]:
     """Record y = x w + b, except for the second instruction if the matmul is split.
 
     Return y, what `emit_sums` needs for that instruction (or an empty list), and the cache.
@@ -63,12 +63,12 @@ def emit_linear(
     assert recorder is not None  # `unsupported` has checked this
     y = recorder.fresh((rows.shape[0], w.shape[1]), np.float32)
     sums = emit_parts("linear", y, [Pair(rows, w)], b)
-    cache = LinearCache(rows if trainable else None, w, b is not None, x.shape)
+    cache = NumbaLinearCache(rows if trainable else None, w, b is not None, x.shape)
     return reshape(y, (*x.shape[:-1], w.shape[1])), [sums] if sums else [], cache
 
 
 @short
-class LinearCache(NamedTuple):
+class NumbaLinearCache(NamedTuple):
     """Saved by `linear` for backward: x only if w is trained."""
 
     x: Array | None  # (N, I); None: w is not trained
@@ -95,7 +95,7 @@ class LinearCache(NamedTuple):
         return dw, column_sums(recorder, dy) if self.has_b else None
 
 
-def input_gradient(caches: Sequence[LinearCache], dys: Sequence[Array]) -> Array:
+def input_gradient(caches: Sequence[NumbaLinearCache], dys: Sequence[Array]) -> Array:
     """Return dx, the sum of dy w^T over several maps of one x, by one instruction."""
     pairs = [Pair(dy, cache.w.T) for cache, dy in zip(caches, dys, strict=True)]
     shape = dys[0].shape[0], caches[0].w.shape[0]

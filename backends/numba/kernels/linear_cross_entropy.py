@@ -69,7 +69,7 @@ def linear_cross_entropy(
     targets: Array,
     trainable: bool = True,
     **options: Any,
-) -> tuple[Array, LinearCrossEntropyCache | None]:
+) -> tuple[Array, NumbaLinearCrossEntropyCache | None]:
     """Return the loss of the logits x w + b, and a cache with its gradients.
 
     The cache is None within `inference()`.
@@ -94,12 +94,12 @@ def linear_cross_entropy(
         if back and b is not None:
             db = column_sums(recorder, dlogits, db)
     loss = weighted_sum(recorder, losses, tokens.weight)
-    cache = LinearCrossEntropyCache(reshape(dx, x.shape), dw, db) if back else None
+    cache = NumbaLinearCrossEntropyCache(reshape(dx, x.shape), dw, db) if back else None
     return loss, cache
 
 
 @short
-class LinearCrossEntropyCache(NamedTuple):
+class NumbaLinearCrossEntropyCache(NamedTuple):
     """Saved by `linear_cross_entropy` for backward: gradients for dloss = 1."""
 
     dx: Array  # (..., D)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xformer import ops
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
-    ActivationCache,
+    NumbaActivationCache,
     activate,
     unsupported,
 )
@@ -14,6 +14,6 @@ from xformer.typing import Array
 
 
 @kernel(ops.quick_gelu, "numba.kernels", unsupported=unsupported)
-def quick_gelu(x: Array) -> tuple[Array, ActivationCache]:
+def quick_gelu(x: Array) -> tuple[Array, NumbaActivationCache]:
     """y = x * sigmoid(1.702 x)."""
     return activate("quick_gelu", x, ops.quick_gelu.reference, FORMULAS["quick_gelu"])

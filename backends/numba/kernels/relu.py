@@ -5,7 +5,7 @@ from __future__ import annotations
 from xformer import ops
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
-    ActivationCache,
+    NumbaActivationCache,
     activate,
     unsupported,
 )
@@ -14,6 +14,6 @@ from xformer.typing import Array
 
 
 @kernel(ops.relu, "numba.kernels", unsupported=unsupported)
-def relu(x: Array) -> tuple[Array, ActivationCache]:
+def relu(x: Array) -> tuple[Array, NumbaActivationCache]:
     """y = max(0, x)."""
     return activate("relu", x, ops.relu.reference, FORMULAS["relu"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xformer import ops
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
-    ActivationCache,
+    NumbaActivationCache,
     activate,
     unsupported,
 )
@@ -14,6 +14,6 @@ from xformer.typing import Array
 
 
 @kernel(ops.relu_squared, "numba.kernels", unsupported=unsupported)
-def relu_squared(x: Array) -> tuple[Array, ActivationCache]:
+def relu_squared(x: Array) -> tuple[Array, NumbaActivationCache]:
     """y = max(0, x)^2."""
     return activate("relu_squared", x, ops.relu_squared.reference, FORMULAS["relu_squared"])

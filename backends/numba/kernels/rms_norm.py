@@ -47,7 +47,7 @@ def unsupported(
 @kernel(ops.rms_norm, "numba.kernels", unsupported=unsupported)
 def rms_norm(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
-) -> tuple[Array, RmsNormCache]:
+) -> tuple[Array, NumbaRmsNormCache]:
     """y = x * rstd * (offset + w), rstd = 1 / sqrt(mean(x^2) + eps), over the last axis."""
     eps = number("rms_norm", "eps", eps, low=0)
     offset = number("rms_norm", "offset", offset)
@@ -58,7 +58,7 @@ def rms_norm(
 
 def normalise(
     x: Array, r: Array | None, w: Array | None, eps: float, offset: float
-) -> tuple[Array, Array, RmsNormCache]:
+) -> tuple[Array, Array, NumbaRmsNormCache]:
     """Return (s, y, cache): s = x + r, or x if r is None; y is the RMS norm of s.
 
     x, r, s, y: (..., D)   w: (D,) or None
@@ -80,14 +80,14 @@ def normalise(
     pieces = pieces_of(program, x)
     if r is None:
         program.emit("rms_norm", run, [y, rstd], [x, w], Native(forward, numbers, pieces))
-        return x, y, RmsNormCache(x, w, rstd, offset, has_w)
+        return x, y, NumbaRmsNormCache(x, w, rstd, offset, has_w)
     s, compiled = fresh_in(program, order, x.shape, x.dtype), Native(add_forward, numbers, pieces)
     program.emit("add rms_norm", run_sum, [y, rstd, s], [x, r, w], compiled)
-    return s, y, RmsNormCache(s, w, rstd, offset, has_w)
+    return s, y, NumbaRmsNormCache(s, w, rstd, offset, has_w)
 
 
 @short
-class RmsNormCache(NamedTuple):
+class NumbaRmsNormCache(NamedTuple):
     """Saved by `rms_norm` for backward, which computes xhat = x * rstd again."""
 
     x: Array  # (..., D)

@@ -32,18 +32,20 @@ def unsupported(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) 
 
 
 @kernel(ops.rope, "numba.kernels", unsupported=unsupported)
-def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tuple[Array, RopeCache]:
+def rope(
+    x: Array, *, cos: Array, sin: Array, interleaved: bool = False
+) -> tuple[Array, NumbaRopeCache]:
     """Rotate pairs of channels: (a, b) -> (a cos - b sin, b cos + a sin).
 
     y has the memory layout of x (B, H, T, K).
     """
     require_tables(x, cos, sin)
     y = _emit_rotation("rope", x, cos, sin, interleaved, back=False)
-    return y, RopeCache(cos, sin, interleaved, x.shape)
+    return y, NumbaRopeCache(cos, sin, interleaved, x.shape)
 
 
 @short
-class RopeCache(NamedTuple):
+class NumbaRopeCache(NamedTuple):
     """Saved by `rope` for backward: only the tables, which all calls share."""
 
     cos: Array  # (T, R/2) or (B, T, R/2)

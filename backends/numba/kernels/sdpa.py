@@ -72,7 +72,7 @@ def sdpa(
     *,
     mask: Array | None = None,
     **options: Any,
-) -> tuple[Array, SdpaCache]:
+) -> tuple[Array, NumbaSdpaCache]:
     """ctx = dropout(softmax(scale * q k^T + bias)) v, over allowed keys."""
     attention = Attention(*sdpa_options(q, k, bias, mask=mask, **options))
     if not attention.dropout_rate:
@@ -86,7 +86,7 @@ def sdpa(
 
 def _attend(
     attention: Attention, operands: Operands, bias_shape: tuple[int, ...] | None
-) -> SdpaCache:
+) -> NumbaSdpaCache:
     """Record attention by `sdpa_flash` or `sdpa_general`, and return its cache, which holds ctx.
 
     bias_shape: the shape of the op's bias, None without bias.
@@ -106,7 +106,7 @@ def _attend(
     n_units = b * g if by_flash else b * h * -(-t // attention.tile_rows(operands))
     compiled = _as_native(program, loops, attention.numbers(operands), n_units, operands)
     program.emit("sdpa", run, [ctx, shift, exp_sum], operands, compiled)
-    return SdpaCache(attention, operands, ctx, shift, exp_sum, by_flash, bias_shape)
+    return NumbaSdpaCache(attention, operands, ctx, shift, exp_sum, by_flash, bias_shape)
 
 
 def _attend_one_query(attention: Attention, operands: Operands) -> Traced:
@@ -166,7 +166,7 @@ def _as_native(
 
 
 @short
-class SdpaCache(NamedTuple):
+class NumbaSdpaCache(NamedTuple):
     """Saved by `sdpa` for backward, which computes probs again from q, k, shift and exp_sum."""
 
     attention: Attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xformer import ops
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
-    ActivationCache,
+    NumbaActivationCache,
     activate,
     unsupported,
 )
@@ -14,6 +14,6 @@ from xformer.typing import Array
 
 
 @kernel(ops.sigmoid, "numba.kernels", unsupported=unsupported)
-def sigmoid(x: Array) -> tuple[Array, ActivationCache]:
+def sigmoid(x: Array) -> tuple[Array, NumbaActivationCache]:
     """y = 1 / (1 + exp(-x))."""
     return activate("sigmoid", x, ops.sigmoid.reference, FORMULAS["sigmoid"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xformer import ops
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
-    ActivationCache,
+    NumbaActivationCache,
     activate,
     unsupported,
 )
@@ -14,6 +14,6 @@ from xformer.typing import Array
 
 
 @kernel(ops.silu, "numba.kernels", unsupported=unsupported)
-def silu(x: Array) -> tuple[Array, ActivationCache]:
+def silu(x: Array) -> tuple[Array, NumbaActivationCache]:
     """y = x * sigmoid(x)."""
     return activate("silu", x, ops.silu.reference, FORMULAS["silu"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from xformer import ops
-from xformer.backends.numba.kernels.activations import TANH, ActivationCache, activate
+from xformer.backends.numba.kernels.activations import TANH, NumbaActivationCache, activate
 from xformer.backends.numba.kernels.layout import unrecordable
 from xformer.checks import require_cap
 from xformer.dispatch import kernel
@@ -18,7 +18,7 @@ def unsupported(x: Array, *, cap: float) -> str | None:
 
 
 @kernel(ops.softcap, "numba.kernels", unsupported=unsupported)
-def softcap(x: Array, *, cap: float) -> tuple[Array, ActivationCache]:
+def softcap(x: Array, *, cap: float) -> tuple[Array, NumbaActivationCache]:
     """y = cap * tanh(x / cap)."""
     cap = require_cap("softcap", cap, "cap")
     return activate("softcap", x, partial(ops.softcap.reference, cap=cap), (TANH, cap))

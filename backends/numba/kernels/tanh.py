@@ -5,7 +5,7 @@ from __future__ import annotations
 from xformer import ops
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
-    ActivationCache,
+    NumbaActivationCache,
     activate,
     unsupported,
 )
@@ -14,6 +14,6 @@ from xformer.typing import Array
 
 
 @kernel(ops.tanh, "numba.kernels", unsupported=unsupported)
-def tanh(x: Array) -> tuple[Array, ActivationCache]:
+def tanh(x: Array) -> tuple[Array, NumbaActivationCache]:
     """y = tanh(x)."""
     return activate("tanh", x, ops.tanh.reference, FORMULAS["tanh"])
