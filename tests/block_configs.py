@@ -44,8 +44,8 @@ def block_config(d_model: int, n_heads: int, d_ff: int, **options: Any) -> Block
             continue
         part, field = NAMES.get(name, ("", name))
         (parts[part] if part else block)[field] = value
-    made = {part: PARTS[part](**values) for part, values in parts.items()}
-    return BlockConfig(**made | ({} if experts is None else {"ffn": experts}), **block)
+    configs = {part: PARTS[part](**values) for part, values in parts.items()}
+    return BlockConfig(**configs | ({} if experts is None else {"ffn": experts}), **block)
 
 
 def changed(config: BlockConfig, **options: Any) -> BlockConfig:

@@ -136,15 +136,17 @@ def require_other_arrays(library: Backend, name: str, change: str, dtype: str) -
     tokens = np.random.default_rng(0).integers(0, V, (2, 9))
     _, state = network.decode(params, library.asarray(tokens[:, :7]), network.init_state())
     _, state = network.decode(params, library.asarray(tokens[:, 7:8]), state)
-    assert all(own.storage is not None for own in state.kv_cache)
-    own = [[CHANGES[change](library.xp, a) for a in kv_cache[:2]] for kv_cache in state.kv_cache]
+    assert all(layer.storage is not None for layer in state.kv_cache)
+    changed = [
+        [CHANGES[change](library.xp, a) for a in kv_cache[:2]] for kv_cache in state.kv_cache
+    ]
     length = state.length - (change == "without the last token")
-    new = library.asarray(tokens[: own[0][0].shape[0], 8:])
+    new = library.asarray(tokens[: changed[0][0].shape[0], 8:])
     got, wanted = (
         network.decode(params, new, state._replace(kv_cache=kv_cache, length=length))
         for kv_cache in (
-            tuple(p._replace(k=k, v=v) for p, (k, v) in zip(state.kv_cache, own, strict=True)),
-            tuple(KVCache(k, v) for k, v in own),
+            tuple(p._replace(k=k, v=v) for p, (k, v) in zip(state.kv_cache, changed, strict=True)),
+            tuple(KVCache(k, v) for k, v in changed),
         )
     )
     for one, other in [

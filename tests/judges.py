@@ -106,11 +106,11 @@ def by_torch_autograd(case: Case, backend: Backend) -> Values:
     if used:
         outs, dys = zip(*used, strict=True)
         grads = torch.autograd.grad(outs, list(leaves.values()), dys, allow_unused=True)
-    given = {
+    filled = {
         name: torch.zeros_like(leaf) if grad is None else grad
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
     }
-    return named(backend, y, tree.unflatten({"args": args}, given)["args"])
+    return named(backend, y, tree.unflatten({"args": args}, filled)["args"])
 
 
 def require_close(got: Values, wanted: Values, rtol: float) -> None:

@@ -123,12 +123,12 @@ def test_the_size_of_a_block_changes_nothing(
     library: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays = inputs(library)
-    found = []
+    results = []
     for block in (ALL_QUERIES, 2 * 4 * 7 * 3 * 2):  # 5 queries, then 2, 2 and 1
         monkeypatch.setattr(MODULE, "BLOCK", block)
         ctx, cache = additive_attention(*arrays, causal=True)
-        found.append([library.to_numpy(a) for a in (ctx, *cache.backward(ctx))])
-    for a, b in zip(*found, strict=True):
+        results.append([library.to_numpy(a) for a in (ctx, *cache.backward(ctx))])
+    for a, b in zip(*results, strict=True):
         assert np.allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
@@ -145,8 +145,8 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.backward(ctx)
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        own = sum(a.nbytes for a in arrays)
-        assert tree.nbytes(cache) == own + 8 * 128 * 128
+        n_bytes = sum(a.nbytes for a in arrays)
+        assert tree.nbytes(cache) == n_bytes + 8 * 128 * 128
         return most
 
     assert peak() < full / 4

@@ -75,7 +75,7 @@ def test_the_peak_of_both_passes_falls() -> None:
     params = FeedForwardConfig(512).init(rng, 32)
     x = rng.normal((2, 512, 32))
     peaks: dict[str, list[int]] = {"whole": [], "chunks": []}
-    for name, found in peaks.items():
+    for name, peak in peaks.items():
         for _ in range(2):  # the second time, kernels have their scratch memory
             tracemalloc.start()
             if name == "whole":
@@ -85,7 +85,7 @@ def test_the_peak_of_both_passes_falls() -> None:
             forward = tracemalloc.get_traced_memory()[1]
             tracemalloc.reset_peak()
             cache.backward(y)
-            found[:] = forward, tracemalloc.get_traced_memory()[1]
+            peak[:] = forward, tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             del y, cache
     hidden, stream = 2 * 512 * 512 * 4, x.nbytes
@@ -98,17 +98,17 @@ def test_a_model_in_chunks() -> None:
     """The same loss and gradients; each layer saves the input of the network, not hidden units."""
     whole, chunks = network(None), network(16)
     params, tokens = whole.init(1, dtype="float64"), np.arange(128).reshape(2, 64) % 32
-    found = []
+    results = []
     for model in (whole, chunks):
         loss, cache = model.loss(params, tokens, tokens)
         size = tree.nbytes((params, cache)) - tree.nbytes(params)
-        found.append((float(loss), tree.flatten(cache.backward()), size))
+        results.append((float(loss), tree.flatten(cache.backward()), size))
     blocks = cache.model.hidden.stack.blocks
     assert all(isinstance(b.chain.branches[-1].sublayer, ChunkedCache) for b in blocks)
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-13)
-    require_close(found[1][1], found[0][1], rtol=1e-12)
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-13)
+    require_close(results[1][1], results[0][1], rtol=1e-12)
     hidden = 2 * 64 * 128 * 8  # B * T * F
-    assert found[0][2] - found[1][2] >= 2 * 2 * hidden  # before and after GELU, in two layers
+    assert results[0][2] - results[1][2] >= 2 * 2 * hidden  # before and after GELU, in two layers
 
 
 def test_dropout_and_other_options_around_it() -> None:

@@ -37,13 +37,13 @@ def trained(folder: Path, name: str, n: int, at: int | None = None, again: bool 
 def logged(folder: Path) -> Curves:
     """What a dashboard must show, by the log."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    found, tokens, seconds = Curves(), 0, 0.0
+    curves, tokens, seconds = Curves(), 0, 0.0
     for line in lines:
         names = ["loss", "lr", "norm"] + ["validation"] * (line["validation"] is not None)
         speed = (line["tokens"] - tokens) / (line["seconds"] - seconds)
-        found[line["step"]] = {name: line[name] for name in names} | {"tokens_per_second": speed}
+        curves[line["step"]] = {name: line[name] for name in names} | {"tokens_per_second": speed}
         tokens, seconds = line["tokens"], line["seconds"]
-    return found
+    return curves
 
 
 def lose_the_end(folder: Path, steps: int) -> None:
@@ -77,7 +77,7 @@ def events(folder: Path) -> list[Any]:
 
     paths = sorted(folder.glob("events.out.tfevents.*"), key=os.path.getmtime)
     assert 0 < len(paths) <= 2
-    content, found = paths[-1].read_bytes(), list[Any]()
+    content, events = paths[-1].read_bytes(), list[Any]()
     while content:
         length, crc = struct.unpack("<QI", content[:12])
         data, (crc_of_data,) = (
@@ -85,9 +85,9 @@ def events(folder: Path) -> list[Any]:
             struct.unpack_from("<I", content, 12 + length),
         )
         assert (crc, crc_of_data) == (masked(content[:8]), masked(data))
-        found.append(Event.FromString(data))
+        events.append(Event.FromString(data))
         content = content[16 + length :]
-    return found
+    return events
 
 
 def require_curves(folder: Path, n: int) -> list[Any]:

@@ -130,7 +130,7 @@ def test_hvp_is_that_of_jax(name: str) -> None:
 @only("numpy", "numpy-readonly", "array-api-strict", "torch")
 def test_on_every_library(library: Backend) -> None:
     """Values, first, second and third derivatives agree with NumPy's."""
-    model, found = MODELS["GPT"], []
+    model, products = MODELS["GPT"], []
     for backend in (NUMPY, library):
         params = tree.map(backend.asarray, model.init(seed=0, dtype="float64"))
         v, loss = tangent(params, 6, backend), loss_of(model, backend)
@@ -141,10 +141,10 @@ def test_on_every_library(library: Backend) -> None:
         value, first = xf.jvp(lambda params, loss=loss: loss(params)[0], (params,), (v,))
         _, third = xf.jvp(second, (params,), (v,))
         hv = second(params)
-        found.append(
+        products.append(
             (float(value), float(first), dot(v, hv, backend), dot(v, third, backend)),
         )
-    assert np.allclose(*found, rtol=1e-11, atol=0)
+    assert np.allclose(*products, rtol=1e-11, atol=0)
 
 
 def test_third_derivative_is_a_difference_of_second_ones() -> None:

@@ -71,7 +71,7 @@ def test_files_are_graded_as_wrong(name: str) -> None:
     result = graded(name, names)
     assert not result.ok
     if exercise.planted:
-        hints = {hint for found in result.hints.values() for hint in found}
+        hints = {hint for texts in result.hints.values() for hint in texts}
         assert hints == {PLANTED}
         wrong = {f.row for f in result.wrong}
         assert wrong <= {*exercise.outputs, *exercise.gradient_names}

@@ -37,8 +37,8 @@ def by_loops(
                 for c in (chunk, (chunk - 1) % n):
                     keys |= set(order[c * chunk_len : (c + 1) * chunk_len])
             allowed = [j for j in sorted(keys) if j != i and not (causal and j > i)] or [i]
-            own = qk[b, h, i]
-            scores = [own @ qk[b, h, j] / np.linalg.norm(qk[b, h, j]) for j in allowed]
+            query = qk[b, h, i]
+            scores = [query @ qk[b, h, j] / np.linalg.norm(qk[b, h, j]) for j in allowed]
             e = np.exp(np.asarray(scores) - max(scores))
             ctx[b, h, i] = e / e.sum() @ v[b, h, allowed]
             sizes[b, h, i] = len(allowed)

@@ -56,8 +56,8 @@ def with_caches(
     x1 = x2 = x
     caches = []
     for i, block in enumerate(params):
-        own = None if key is None else key.at(SITES * i)
-        f, g = branches_of(block, config=config, causal=True, dropout_key=own)
+        layer_key = None if key is None else key.at(SITES * i)
+        f, g = branches_of(block, config=config, causal=True, dropout_key=layer_key)
         rate = 0.0 if key is None else config.dropout
         r, of_f = branched(x2, f, config=config.norm, dropout_rate=rate)
         x1 = x1 + r
@@ -117,8 +117,8 @@ def test_twelve_blocks_by_autograd(library: Backend) -> None:
         leaf.requires_grad_()
     options: Any = {"configs": (config,) * 12, "causal": True, "dropout_key": KEY}
     y, _ = layers.blocks(x, params, **options)
-    found = torch.autograd.grad(y, list(leaves.values()), dy)
-    wanted = {n: g.numpy() for n, g in zip(leaves, found, strict=True)}
+    grads = torch.autograd.grad(y, list(leaves.values()), dy)
+    wanted = {n: g.numpy() for n, g in zip(leaves, grads, strict=True)}
     with torch.no_grad():
         _, cache = layers.blocks(x, params, **options)
         dx, dparams, *_ = cache.backward(dy)
@@ -158,9 +158,9 @@ def test_frozen_parameters_and_adapters() -> None:
     wanted = tree.flatten(model.loss(params, tokens, tokens)[1].backward())
     names = [n for i, n in enumerate(tree.flatten(params.stack)) if i % 2]
     some = params._replace(stack=tree.freeze(params.stack, *names))
-    found = tree.flatten(model.loss(some, tokens, tokens)[1].backward())
-    assert len(found) == len(wanted) - len(names)
-    require_close(found, {name: wanted[name] for name in found}, rtol=1e-12)
+    grads = tree.flatten(model.loss(some, tokens, tokens)[1].backward())
+    assert len(grads) == len(wanted) - len(names)
+    require_close(grads, {name: wanted[name] for name in grads}, rtol=1e-12)
     adapted = lora.attach(params, rank=2, alpha=4)
     grads = tree.flatten(model.loss(adapted, tokens, tokens)[1].backward())
     assert grads.keys() == tree.flatten(tree.trained(adapted)).keys()
@@ -299,8 +299,8 @@ def test_train_resume_and_memory(
     assert len(Path("run/log.jsonl").read_text().splitlines()) == 8
     capsys.readouterr()
     assert main(["memory", "--model", "run", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert not any(name.startswith("layer") for name in found["saved"])
+    result = json.loads(capsys.readouterr().out)
+    assert not any(name.startswith("layer") for name in result["saved"])
     assert main([*command, "--activation-checkpointing", "--out", "other"]) == 1
     assert "activation_checkpointing excludes reversible blocks" in capsys.readouterr().err
     assert main(["memory", "--model", "run", "--activation-checkpointing"]) == 1

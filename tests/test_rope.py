@@ -79,14 +79,14 @@ def test_tables_of_each_sequence(library: Backend) -> None:
 def test_equals_the_one_of_transformers(family: str, interleaved: bool) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    turn = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    reference = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     x, cos, sin = (torch.tensor(a) for a in (X, COS, SIN))
     if family == "gptj":  # (B, T, H, K) there
-        wanted = turn.apply_rotary_pos_emb(x.transpose(1, 2), sin[None], cos[None])
+        wanted = reference.apply_rotary_pos_emb(x.transpose(1, 2), sin[None], cos[None])
         wanted = wanted.transpose(1, 2)
     else:  # one column a channel: the halves alike, or the two of a pair
         twice = [t.repeat_interleave(2, -1) if interleaved else t.repeat(1, 2) for t in (cos, sin)]
-        wanted, _ = turn.apply_rotary_pos_emb(x, x, twice[0][None], twice[1][None])
+        wanted, _ = reference.apply_rotary_pos_emb(x, x, twice[0][None], twice[1][None])
     y, _ = rope(X, cos=COS, sin=SIN, interleaved=interleaved)
     limit = 1e-6 if family == "cohere" else 1e-14  # Cohere's works in float32 throughout
     assert np.allclose(y, wanted.numpy(), rtol=limit, atol=limit)

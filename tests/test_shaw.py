@@ -80,8 +80,8 @@ def test_gather_is_the_transpose_of_spread(library: Backend, t: int, s: int, n_r
 def test_tables_of_zeros_give_sdpa(library: Backend) -> None:
     q, k, v, *tables = inputs(library)
     zeros = [library.xp.zeros_like(table) for table in tables]
-    for given in (zeros, zeros[:1]):
-        ctx, cache = ops.shaw(q, k, v, *given, causal=True)
+    for tables in (zeros, zeros[:1]):
+        ctx, cache = ops.shaw(q, k, v, *tables, causal=True)
         wanted, other = ops.sdpa(q, k, v, causal=True)
         pairs = zip(
             (ctx, *cache.backward(ctx)[:3]), (wanted, *other.backward(ctx)[:3]), strict=True

@@ -78,11 +78,11 @@ def test_held_out_streams() -> None:
 
 def test_fingerprints_of_streams() -> None:
     ids = np.arange(61)
-    found = {Streams(ids, 4, 3).fingerprint(), Streams(ids, 4, 2).fingerprint()}
-    found |= {Streams(ids, 5, 3).fingerprint(), Streams(ids + 1, 4, 3).fingerprint()}
-    found.add(Windows(ids, 4, 3).fingerprint())
-    assert len(found) == 5
-    assert Streams(ids.astype("uint16"), 4, 3).fingerprint() in found
+    fingerprints = {Streams(ids, 4, 3).fingerprint(), Streams(ids, 4, 2).fingerprint()}
+    fingerprints |= {Streams(ids, 5, 3).fingerprint(), Streams(ids + 1, 4, 3).fingerprint()}
+    fingerprints.add(Windows(ids, 4, 3).fingerprint())
+    assert len(fingerprints) == 5
+    assert Streams(ids.astype("uint16"), 4, 3).fingerprint() in fingerprints
 
 
 def test_bad_streams() -> None:
@@ -156,9 +156,9 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, stop: int) -> Non
         with Run(folder, NUMPY, {"data": "tokens"}, model=MODEL, every=2) as run:
             state = run.begin(begun())
             last = CONFIG.steps if n is None else n
-            made: Any = itertools.islice(steps(state, donate=True), last - state.step)
+            resumed: Any = itertools.islice(steps(state, donate=True), last - state.step)
             step: Step
-            for step in run.record(made):
+            for step in run.record(resumed):
                 state = step.state
         return state
 
@@ -182,8 +182,8 @@ def test_it_learns_what_only_the_memory_knows() -> None:
         config = TrainConfig(steps=60, batch_size=4, lr=2e-2, warmup=2)
         loss = training.segment_loss_of(model)
         state = training.start(model.init(0), config, loss=loss)
-        made = training.train(loss, state, Streams(tokens, 1, 4), config, NUMPY)
-        losses[memory_len] = np.mean([step.loss for step in made][-10:])
+        steps_run = training.train(loss, state, Streams(tokens, 1, 4), config, NUMPY)
+        losses[memory_len] = np.mean([step.loss for step in steps_run][-10:])
     assert losses[0] > 0.9 * np.log(2) / 2  # after 0 it guesses between 1 and 2
     assert losses[4] < 0.1
 

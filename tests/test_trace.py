@@ -70,11 +70,11 @@ MODELS = {
 }
 
 
-def step_of(model: Any, place: Backend, params: Any = None) -> tuple[Any, Any]:
+def step_of(model: Any, backend: Backend, params: Any = None) -> tuple[Any, Any]:
     """Loss and gradients."""
-    rng = place.generator(0, "float32")
+    rng = backend.generator(0, "float32")
     params = model.init_from(rng) if params is None else params
-    tokens, targets = place.asarray(TOKENS), place.asarray(TARGETS)
+    tokens, targets = backend.asarray(TOKENS), backend.asarray(TARGETS)
     loss, cache = model.loss(params, tokens, targets, dropout_key=RandomKey(3))
     return loss, cache.backward()
 
@@ -140,10 +140,10 @@ def test_shapes_and_sizes_are_those_of_the_arrays() -> None:
     ):
         dx, dw, db = named(steps, op, backward=True)[which].outputs
         assert (dx.name, dw.name, db.name) == ("dx", "dw", "db")
-        for found, wanted in ((dw, array.w), (db, array.b)):
-            assert found.shape == wanted.shape
-            assert found.rms == pytest.approx(rms(wanted), rel=1e-5, abs=1e-12)
-            assert (found.min, found.max) == (wanted.min(), wanted.max())
+        for got, wanted in ((dw, array.w), (db, array.b)):
+            assert got.shape == wanted.shape
+            assert got.rms == pytest.approx(rms(wanted), rel=1e-5, abs=1e-12)
+            assert (got.min, got.max) == (wanted.min(), wanted.max())
     # A step with parameters names each of them.
     (feed,) = named(steps, "feed_forward", backward=False)
     leaves = {f"params.{name}": leaf.shape for name, leaf in tree.flatten(block.ffn).items()}
@@ -190,9 +190,9 @@ def test_loss_and_gradients_are_the_same(name: str, kernels: bool, library: Back
     with xf.trace() as steps:
         loss, grads = run()
     assert steps and observer() is None
-    found = tree.flatten({"loss": loss, "grads": grads})
+    results = tree.flatten({"loss": loss, "grads": grads})
     for key, array in tree.flatten({"loss": wanted, "grads": plain}).items():
-        np.testing.assert_array_equal(library.to_numpy(found[key]), library.to_numpy(array), key)
+        np.testing.assert_array_equal(library.to_numpy(results[key]), library.to_numpy(array), key)
     assert type(grads) is type(plain)
     outputs = named(steps, "embedding", backward=False)[0].outputs
     assert outputs[0].rms is not None and outputs[0].rms > 0
@@ -233,14 +233,14 @@ def test_threads_of_kernels_do_not_record() -> None:
     """Which of them computes what differs from run to run; the kernel is one step."""
     gpt = xf.GPT(vocab_size=11, n_layers=2, d_model=32, n_heads=2, max_len=128)
     params, tokens = gpt.init(), np.zeros((4, 128), int)
-    found = []
+    calls = []
     for _ in range(3):
         with threadpoolctl.threadpool_limits(2), xf.trace() as steps:
             gpt.loss(params, tokens, tokens)[1].backward()
-        found.append([(step.op, step.is_backward, step.depth) for step in steps])
-    assert found[0] == found[1] == found[2]
-    (blocks,) = [i for i, step in enumerate(found[0]) if step == ("blocks", False, 0)]
-    assert found[0][blocks + 1][2] == 0  # without steps within it
+        calls.append([(step.op, step.is_backward, step.depth) for step in steps])
+    assert calls[0] == calls[1] == calls[2]
+    (blocks,) = [i for i, step in enumerate(calls[0]) if step == ("blocks", False, 0)]
+    assert calls[0][blocks + 1][2] == 0  # without steps within it
 
 
 def test_what_a_checkpointed_block_recomputes_is_shown() -> None:
@@ -365,16 +365,16 @@ def test_threads_and_tasks_are_apart(op: Any) -> None:
         thread.join()
 
     async def run(n: int) -> list[str]:
-        with xf.trace() as own:
+        with xf.trace() as steps:
             for _ in range(n):
                 op(X)
                 await asyncio.sleep(0)
-        return [step.op for step in own]
+        return [step.op for step in steps]
 
     async def both() -> Any:
         return await asyncio.gather(run(2), run(3))
 
-    assert [len(own) for own in asyncio.run(both())] == [4, 6]
+    assert [len(steps) for steps in asyncio.run(both())] == [4, 6]
     assert not steps and observer() is None
 
 
@@ -442,21 +442,21 @@ def test_the_command_shows_a_model(folder: Path, capsys: pytest.CaptureFixture[s
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     command = ["trace", "--model", str(folder)]
     assert main([*command, "--text", "a fox", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     model = xf.GPT(256, 2, 8, 2, 16)
     ids = np.frombuffer(b"a fox", np.uint8).astype(np.int64)[None]
     with xf.reference_only():
         loss, _ = model.loss(model.init(1), ids[:, :-1], ids[:, 1:])
-    assert found["loss"] == pytest.approx(float(loss))
-    assert [step["op"] for step in found["steps"]].count("sdpa") == 2 * 2
-    assert found["steps"][0]["inputs"][0] == {
+    assert output["loss"] == pytest.approx(float(loss))
+    assert [step["op"] for step in output["steps"]].count("sdpa") == 2 * 2
+    assert output["steps"][0]["inputs"][0] == {
         **{"name": "table", "shape": [256, 8], "dtype": "float32"},
         **dict.fromkeys(("rms", "min", "max")),
     }
     assert main([*command, "--text", "a fox", "--layers", "1", "--op", "sdpa", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [step["op"] for step in found["steps"]] == ["sdpa"] * 2
-    assert [step["is_backward"] for step in found["steps"]] == [False, True]
+    output = json.loads(capsys.readouterr().out)
+    assert [step["op"] for step in output["steps"]] == ["sdpa"] * 2
+    assert [step["is_backward"] for step in output["steps"]] == [False, True]
 
 
 IDS = {"pad_token_id": 0, "eos_token_id": 2}

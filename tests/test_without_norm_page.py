@@ -18,7 +18,7 @@ SMALL = {"LAYERS, STEPS = 24, 100": "LAYERS, STEPS = 10, 20", "d_model=32": "d_m
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, Any]:
+def namespace() -> dict[str, Any]:
     """The names of the first program, with fewer, thinner layers and fewer steps."""
     code = TRAINING
     for shown, small in SMALL.items():
@@ -29,8 +29,8 @@ def made() -> dict[str, Any]:
     return namespace
 
 
-def test_all_but_the_plain_model_learn(made: dict[str, Any]) -> None:
-    losses = {kind: np.array(each) for kind, each in made["losses"].items()}
+def test_all_but_the_plain_model_learn(namespace: dict[str, Any]) -> None:
+    losses = {kind: np.array(each) for kind, each in namespace["losses"].items()}
     plain, rezero = losses.pop("no norms, plain"), losses.pop("ReZero")
     assert plain[0] > 1000 and plain[-5:].mean() > 50
     assert rezero[0] < 6 and rezero[-5:].mean() < rezero[0] - 0.3
@@ -39,8 +39,8 @@ def test_all_but_the_plain_model_learn(made: dict[str, Any]) -> None:
         assert each[-5:].mean() < rezero[-5:].mean() - 0.2, kind
 
 
-def test_outputs_and_gradients_at_the_start(made: dict[str, Any]) -> None:
-    flows = made["flows"]
+def test_outputs_and_gradients_at_the_start(namespace: dict[str, Any]) -> None:
+    flows = namespace["flows"]
     for kind in ("ReZero", "Fixup"):
         assert (flows[kind].activations == flows[kind].activations[0]).all()
     assert flows["no norms, plain"].activations[-1] > 100 * flows["Fixup"].activations[-1]

@@ -96,8 +96,8 @@ def initial(seed: int) -> Params:
         return LinearParams.init(rng, shape, draw=xavier_uniform, bias=True)
 
     patches, positions = dense((PATCH**2, width)), rng.normal((N_PATCHES, width), std=0.02)
-    own = StackParams.init(rng, CONFIGS)
-    return Params(patches, positions, own, dense((width, N_CLASSES)))
+    encoder = StackParams.init(rng, CONFIGS)
+    return Params(patches, positions, encoder, dense((width, N_CLASSES)))
 
 
 def logits_of(

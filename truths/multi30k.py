@@ -144,7 +144,7 @@ def source_ids(words: Subwords, texts: Sequence[str]) -> list[list[int]]:
 
 def trained(model: EncoderDecoder, corpus: Corpus, folder: Path, steps: int) -> State:
     """The state after the last step of a run in `folder`, begun or gone on with."""
-    place = backends.get("numpy")
+    backend = backends.get("numpy")
     source, held_out = (pairs_of(corpus, part) for part in (corpus.train, corpus.validation))
     config = TrainConfig(
         steps, schedule="noam", warmup=WARMUP, ema=EMA, eval_every=source.per_epoch
@@ -155,23 +155,23 @@ def trained(model: EncoderDecoder, corpus: Corpus, folder: Path, steps: int) -> 
     n_params = sum(leaf.size for leaf in tree.flatten(params).values())
     print(f"{len(corpus.train):,} pairs, {source.per_epoch} batches; {n_params:,} parameters")
     about = {"model": repr(model), "training": repr(config), "data": source.fingerprint()}
-    with Run(folder, place, about, model=model, every=source.per_epoch) as run:
+    with Run(folder, backend, about, model=model, every=source.per_epoch) as run:
         corpus.words.save(folder)
         state = run.begin(start(params, config, optimiser))
         bar = tqdm(total=steps, initial=state.step, unit="step", disable=None)
         with bar, interruptible() as stopping:
-            made = train(
+            updates = train(
                 loss_of(model, label_smoothing=SMOOTHING, ignore_index=IGNORED),
                 state,
                 source,
                 config,
-                place,
+                backend,
                 held_out=list(held_out.held_out()),
                 optimiser=optimiser,
                 schedule=schedule,
                 donate=True,
             )
-            for step in run.record(made, stopping):
+            for step in run.record(updates, stopping):
                 state = step.state
                 show(bar, step)
     return state
@@ -193,7 +193,7 @@ def translate(
     model: EncoderDecoder, params: Any, words: Subwords, texts: Sequence[str], n_beams: int
 ) -> list[str]:
     """The translations of texts, those of about one length together."""
-    rows, found = source_ids(words, texts), [""] * len(texts)
+    rows, sentences = source_ids(words, texts), [""] * len(texts)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     options: Any = {"max_new_tokens": MAX_NEW, "stop": (words.eos_id,)}
     for first in each(range(0, len(order), BATCH), f"translating, {named(n_beams)}", "batches"):
@@ -205,8 +205,8 @@ def translate(
             beams = beam_search(model, params, prefix, n_beams=n_beams, **options)
             ids = [best.ids for best, *_ in beams]
         for i, row in zip(part, ids, strict=True):
-            found[i] = words.decode(row).strip()
-    return found
+            sentences[i] = words.decode(row).strip()
+    return sentences
 
 
 def named(n_beams: int) -> str:

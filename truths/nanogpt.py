@@ -73,15 +73,17 @@ def trained(text: str, folder: Path, steps: int = STEPS) -> State:
         "training": dataclasses.asdict(config),
         "data": source.fingerprint(),
     }
-    place = backends.get("numpy")
-    with Run(folder, place, about, model=model, every=250) as run:
+    backend = backends.get("numpy")
+    with Run(folder, backend, about, model=model, every=250) as run:
         words.save(folder)
         state = run.begin(start(initial(model), config, optimiser))
         options: Any = {"optimiser": optimiser, "schedule": schedule, "donate": True}
         bar = tqdm(total=steps, initial=state.step, unit="step", disable=None)
         with bar, interruptible() as stopping:
-            made = train(loss_of(model), state, source, config, place, held_out=held_out, **options)
-            for step in run.record(made, stopping):
+            updates = train(
+                loss_of(model), state, source, config, backend, held_out=held_out, **options
+            )
+            for step in run.record(updates, stopping):
                 state = step.state
                 show(bar, step)
     return state

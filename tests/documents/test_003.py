@@ -176,10 +176,10 @@ def test_layer_gradients_on_the_documents_input(name: str) -> None:
     """With its loss, the sum of the output; the errors it prints are the ones to beat."""
     layer = LAYERS[name]
     args = layer.args()
-    found = errors(layer, args, np.ones_like(layer.run(*args)[0]))
-    assert max(found.values()) < RTOL, found
+    errors_by_name = errors(layer, args, np.ones_like(layer.run(*args)[0]))
+    assert max(errors_by_name.values()) < RTOL, errors_by_name
     if layer.worst is not None:
-        assert max(found.values()) < layer.worst, found
+        assert max(errors_by_name.values()) < layer.worst, errors_by_name
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -188,8 +188,8 @@ def test_layer_gradients_on_random_input(name: str) -> None:
     layer = LAYERS[name]
     rng = np.random.default_rng(7)
     args = tree.map(lambda a: rng.standard_normal(a.shape), layer.args())
-    found = errors(layer, args, rng.standard_normal(layer.run(*args)[0].shape))
-    assert max(found.values()) < RTOL, found
+    errors_by_name = errors(layer, args, rng.standard_normal(layer.run(*args)[0].shape))
+    assert max(errors_by_name.values()) < RTOL, errors_by_name
 
 
 # --- the encoder-decoder ----------------------------------------------------------------------

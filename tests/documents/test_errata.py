@@ -237,7 +237,7 @@ def through_heads(c: Any, dy: np.ndarray, dq: np.ndarray, dk: np.ndarray, dv: np
     """Gradients of x and params if those of queries, keys and values (B, T, width) are these."""
     _, dparams, *_ = c.backward(dy)
     dx, back = c.maps.backward(dq, dk, dv)
-    return dx, with_weights(dparams, *(own.w for own in back))
+    return dx, with_weights(dparams, *(d.w for d in back))
 
 
 def unscaled(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
@@ -460,10 +460,10 @@ def printed_backward(s: SimpleNamespace, dout: np.ndarray) -> dict[str, np.ndarr
 def test_wrong_formulas_give_the_printed_backward_figures(document: str) -> None:
     """So the mistakes are these and no others; and 002's figures belong to its own run."""
     printed, s = Printed(document), block_000() if document == "000" else block_002()
-    found = printed_backward(s, printed["dout"])
-    for name, array in found.items():
+    gradients = printed_backward(s, printed["dout"])
+    for name, array in gradients.items():
         printed.check(name, array)
-    attention = attention_gradients(s, found["dy"])
+    attention = attention_gradients(s, gradients["dy"])
     for name in ("dv", "dx_v"):
         printed.check(name, attention[name])
     if document == "000":
@@ -472,7 +472,7 @@ def test_wrong_formulas_give_the_printed_backward_figures(document: str) -> None
     for name in ("dx_k", "dx_q", "dx"):
         printed.check(name, attention[name])
     # The input of attention was x_norm; these weight gradients are taken with x.
-    _, dk, dv, *_ = s.sdpa_cache.backward(split_heads(found["dy"], 2))
+    _, dk, dv, *_ = s.sdpa_cache.backward(split_heads(gradients["dy"], 2))
     for name, dheads in (("dw_k", dk), ("dw_v", dv)):
         printed.check(name, (rows(s.x).T @ rows(merge_heads(dheads)))[None])
         assert np.max(np.abs(attention[name] - printed[name][0])) > 0.1
