@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
@@ -187,6 +188,9 @@ def _failing(fn: Any, n: int, error: Exception) -> Any:
 def main(name: str, *args: str) -> int:
     if name == "command":
         return command(*args)
+    if name == "program":
+        runpy.run_path(args[0])
+        return 0
     numbers = [int(arg) if arg.isdecimal() else arg for arg in args]
     given = args if name == "ends" else numbers
     {

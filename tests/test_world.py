@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,6 +133,29 @@ def test_another_launcher_than_that_of_mpi4py(tmp_path: Path) -> None:
     wanted = "2 processes were started together, but mpi4py finds 1: start them with the mpiexec of"
     assert wanted in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_info(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "processes, MPI: mpi4py is not installed: pip install 'xformer-array[mpi]'\n" in out
+    assert "processes, NCCL: CuPy is not installed\n" in out
+
+
+def test_info_does_not_initialise_mpi() -> None:
+    """Which can fail, or wait, on the login node of a cluster; afterwards a world can be made."""
+    launched.needs_mpi()
+    program = (
+        "import mpi4py; from xformer.cli import main; main(['info']); from mpi4py import MPI; "
+        "print(MPI.Is_initialized(), mpi4py.rc.initialize); from xformer.world import mpi; "
+        "print(mpi.Mpi().size)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^processes, MPI: mpi4py \d+\.\d+\.\d+, \w.*\d\.\d", done.stdout, re.M)
+    assert done.stdout.endswith("False True\n1\n")
 
 
 # ---- Several processes ----

@@ -261,7 +261,7 @@ def test_finetuning() -> None:
     from test_finetune import records
     from tunings import DROPOUT
 
-    write_folder(Path("base"), DROPOUT["classify"], "bert")
+    write_folder(Path("base"), DROPOUT["causal"], "gpt")
     labelled = [{**row, "label": "xyz"[row["label"]]} for row in records("classify", 60)]
     write_lines(Path("labels.jsonl"), labelled)
     command: list[Any] = [
@@ -280,6 +280,17 @@ def test_finetuning() -> None:
         assert Path("two", path.name).read_bytes() == path.read_bytes()
     status, _, err = launched.run(2, "command", "", *command, "--seed", 1, "--resume", "two")
     assert status == 1 and err.count("\n") == 1 and "--seed: the run in two has 0, got 1" in err
+
+
+def test_the_program_of_the_page() -> None:
+    page = Path(__file__).parents[1] / "docs" / "scaling.md"
+    program = page.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    Path("program.py").write_text(program)
+    said = launched.good(1, "program", "program.py")
+    assert said.count("\n") == 20 and said.startswith("1 ")
+    Path("run").rename("one")
+    assert launched.good(2, "program", "program.py") == said
+    runs.require_alike(Path("run"), Path("one"))
 
 
 def _folder(path: Path) -> str:

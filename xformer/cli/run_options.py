@@ -124,7 +124,8 @@ class Stored(NamedTuple):
         for name, value in before.items():
             if name not in (*self.free, *ENDS) and specified.get(name, value) != value:
                 has, got = _shown(value), _shown(specified[name])
-                raise ValueError(f"--{dashed(name)}: the run in {args.resume} has {has}, got {got}")
+                option = "from" if name == "origin" else dashed(name)
+                raise ValueError(f"--{option}: the run in {args.resume} has {has}, got {got}")
         return before
 
     def kept(self, options: argparse.Namespace) -> dict[str, Any]:
