@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from array_api_compat import is_array_api_obj
-
 from xformer import tree
 from xformer.arrays import formats
 from xformer.arrays.rounding import Rounding, plain
@@ -28,7 +26,8 @@ def rounded(
     Its floating arguments and results are plain arrays, in the dtype that they had. Within fn they
     are arrays that round (`xformer.arrays.rounding`); ops run their references.
 
-    fn: returns an array or a tree of arrays. A backward is rounded only if fn calls it.
+    fn: returns a tree of arrays and other objects. Only what fn calls is rounded: the backward of a
+        cache that it returns is not.
     format: "bfloat16", "float8_e5m2", "float8_e4m3" or "mxfp4" (`xformer.arrays.formats`)
     key: None: to the nearest number. A key: stochastically. Each rounding draws its bits at a site
         of its own, beginning at the site of the key, so a call gives the same bits as one before
@@ -37,8 +36,8 @@ def rounded(
     matmuls_only: False: the arguments and all results are rounded. True: only the operands of
         matmuls, as on hardware for 8 and 4 bits.
 
-    ValueError for another format or a bad key. The function raises TypeError if fn returns
-    something else than arrays.
+    ValueError for another format or a bad key. The function raises TypeError where fn uses arrays
+    of another call.
     """
     known = formats.format_of("rounded", format)
     if key is not None:
@@ -50,12 +49,6 @@ def rounded(
         with reference_only():
             args, options = tree.map(rounding.enter, (args, options))
             y = fn(*args, **options)
-        return tree.map(_leave, y)
+        return tree.map(plain, y)
 
     return call
-
-
-def _leave(x: Any) -> Any:
-    if not is_array_api_obj(x):
-        raise TypeError(f"rounded: the function must return arrays, got {type(x).__name__}")
-    return plain(x)
