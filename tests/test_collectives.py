@@ -167,7 +167,7 @@ def test_bad_input(op: Any, shape: tuple[int, ...], message: str) -> None:
 
 def test_parts_of_wrong_sizes_are_refused() -> None:
     parts = [np.ones((n, 2)) for n in (3, 1, 1)]
-    with pytest.raises(ValueError, match="join: part . of 3 of 5 must have . at axis 0"):
+    with pytest.raises(ValueError, match=r"join: part . of 3 of 5 must have . at axis 0"):
         both(partial(parallel.join, axis=0), parts)
     with pytest.raises(ValueError, match="gather: 3 processes must divide axis 0"):
         both(partial(parallel.gather, axis=0), [np.ones((n, 2)) for n in (1, 2, 2)])

@@ -18,7 +18,14 @@ from xformer.catalogue import Case
 from xformer.dispatch import Kernel
 from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
-from xformer.models import Classifier, EncoderDecoder, LanguageModel, LMHead, Pooler
+from xformer.models import (
+    Classifier,
+    EncoderDecoder,
+    LanguageModel,
+    LMHead,
+    MaskedLMHead,
+    Pooler,
+)
 from xformer.parallel.parts import own_part
 from xformer.world import World, threads
 
@@ -265,6 +272,27 @@ def test_families_on_three_processes(name: str, sequence: bool) -> None:
         require_same(got, wanted)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "masked LM"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["heads", "heads and sequence"])
+def test_logits_and_their_gradients(name: str, sequence: bool) -> None:
+    """All processes have all logits, and the same gradient of them."""
+    model, params = causal("gpt2" if name == "masked LM" else name)
+    if name == "masked LM":
+        model = dataclasses.replace(model.network, head=MaskedLMHead())
+        params = params._replace(head=tree.map(lambda p: p + 0.1, model.init(dtype="float64").head))
+    tokens, _ = inputs()
+    logits, cache = model.network.forward(params, tokens)
+    dlogits = np.random.default_rng(0).standard_normal(logits.shape)
+
+    def work(world: World) -> Any:
+        part = parallel.tensor_parallel(model, world, sequence=sequence)
+        logits, cache = part.forward(part.shard(params), tokens)
+        return logits, part.whole(cache.backward(dlogits))
+
+    for got in threads.run(3, work):
+        require_same(got, (logits, cache.backward(dlogits)))
+
+
 @pytest.mark.parametrize("n", [2, 4])
 def test_groups_of_key_heads(n: int) -> None:
     """Eight heads of queries in four groups."""
@@ -286,6 +314,22 @@ def test_groups_of_key_heads(n: int) -> None:
         return loss, part.whole(cache.backward())
 
     for got in threads.run(n, work):
+        require_same(got, (loss, cache.backward()))
+
+
+def test_one_key_head_with_keys_of_distances() -> None:
+    """Transformer-XL: the projection of distances to keys is on all processes, as that of x."""
+    model = xf.GPT(V, 2, 12, 3, 8, n_kv_heads=1, positions="xl")
+    params = tree.map(lambda p: p + 0.1, model.init(dtype="float64"))
+    tokens, targets = inputs()
+    loss, cache = model.loss(params, tokens, targets)
+
+    def work(world: World) -> Any:
+        part = parallel.tensor_parallel(model, world)
+        loss, cache = part.loss(part.shard(params), tokens, targets)
+        return loss, part.whole(cache.backward())
+
+    for got in threads.run(3, work):
         require_same(got, (loss, cache.backward()))
 
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from xformer.parallel.blocks import ParallelBlock, parallel_block
     from xformer.parallel.collectives import enter, exchange, gather, join, leave, part, scatter
     from xformer.parallel.models import tensor_parallel
+    from xformer.parallel.pipeline import Pipeline, pipeline, schedule
     from xformer.parallel.sharding import CUTS, ONE_KEY_HEAD, cut_of, shard, whole
     from xformer.parallel.vocabulary import cross_entropy, embedding
 
@@ -16,6 +17,7 @@ __all__ = [
     "CUTS",
     "ONE_KEY_HEAD",
     "ParallelBlock",
+    "Pipeline",
     "between",
     "cross_entropy",
     "cut_of",
@@ -27,7 +29,9 @@ __all__ = [
     "leave",
     "parallel_block",
     "part",
+    "pipeline",
     "scatter",
+    "schedule",
     "shard",
     "tensor_parallel",
     "whole",
@@ -39,6 +43,7 @@ later(
     blocks="ParallelBlock parallel_block",
     collectives="enter exchange gather join leave part scatter",
     models="tensor_parallel",
+    pipeline="Pipeline pipeline schedule",
     sharding="CUTS ONE_KEY_HEAD cut_of shard whole",
     vocabulary="cross_entropy embedding",
 )

@@ -62,7 +62,8 @@ CUTS: dict[str, Cut] = {
 }
 
 # Rules that come before these: of one head of keys and values, and of a head over other labels.
-ONE_KEY_HEAD: dict[str, Cut] = {"*.kv.*": COPIED, "*.xl.r.w": COPIED}
+# No pattern may also be one of CUTS: in `ONE_KEY_HEAD | CUTS` it would have the value of CUTS.
+ONE_KEY_HEAD: dict[str, Cut] = {"*.kv.*": COPIED, "*.xl.r.*": COPIED}
 LABELS: dict[str, Cut] = {"*.head.*": WHOLE}
 
 
