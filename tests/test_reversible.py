@@ -342,6 +342,32 @@ def test_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> No
     assert rows == table and len(rows) == 3
 
 
+def test_the_table_of_rounding() -> None:
+    """Its rows are of the model that it names; the tokens are others, so a factor is allowed."""
+    cells = re.findall(r"^  \| (layers|float\d\d, \w+)(?: caches)? \|(.*)\|$", PAGE, re.MULTILINE)
+    table = {name: [float(x) for x in row.split("|")] for name, row in cells}
+    assert table.pop("layers") == [2, 4, 8, 12, 24, 48]
+    assert list(table) == ["float32, ordinary", "float32, reversible", "float64, reversible"]
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 65))
+
+    def gradients(n_layers: int, dtype: str) -> Any:
+        model = GPT(256, n_layers, 128, 4, max_len=64, reversible=True)
+        params = tree.map(lambda a: a.astype(dtype), model.init(0, dtype="float64"))
+        _, cache = model.loss(params, tokens[:, :-1], tokens[:, 1:])
+        return tree.map(lambda a: a.astype("float64"), cache.backward())
+
+    for n_layers, shown in zip((2, 4), table["float32, reversible"], strict=False):
+        right = gradients(n_layers, "float64")
+        off = tree.map(lambda a, b: a - b, gradients(n_layers, "float32"), right)
+        distance, whole = (
+            np.sqrt(sum(float(np.sum(a**2)) for a in tree.flatten(each).values()))
+            for each in (off, right)
+        )
+        assert shown / 2 < distance / whole < 2 * shown
+    for row in table.values():  # "it grows slowly with the depth"
+        assert 1 < row[-1] / row[0] < 3
+
+
 # ---- What is refused ----
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,37 @@ def test_outputs_and_gradients_at_the_start(namespace: dict[str, Any]) -> None:
     assert flows["no norms, plain"].activations[-1] > 100 * flows["Fixup"].activations[-1]
     assert flows["no norms, plain"].gradients[0] > 1e3 * flows["pre-LN"].gradients[0]
     np.testing.assert_allclose(flows["Fixup"].gradients, flows["Fixup"].gradients.mean(), rtol=0.2)
+
+
+def shown() -> list[list[float]]:
+    """The numbers of the table of five models, in the order of the program."""
+    rows = re.findall(r"^\| [-\w, ]+ \|([-+e.\d |]+)\|$", PAGE, re.MULTILINE)
+    return [[float(cell) for cell in row.split("|")] for row in rows]
+
+
+def test_the_table_of_models_is_right() -> None:
+    """Its figures of the initial models. The text, and so the gradients, differ by Python."""
+    start, end = TRAINING.index("losses = {"), TRAINING.index("for kind in KINDS:\n")
+    without_training = TRAINING[:start] + "flows = {kind: flow_of(kind) for kind in KINDS}\n"
+    assert "flows = {" in TRAINING[start:end]
+    namespace: dict[str, Any] = {}
+    exec(without_training, namespace)
+    flows = namespace["flows"].values()
+    found = [[float(flow.activations[-1]), float(flow.gradients[0])] for flow in flows]
+    is_the_text = sys.version_info[:2] == (3, 11)
+    np.testing.assert_allclose(
+        [row[2:] for row in shown()], found, rtol=0.02 if is_the_text else 0.3
+    )
+
+
+@pytest.mark.slow
+def test_the_program_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    if sys.version_info[:2] != (3, 11):
+        pytest.skip("the text is of Python 3.11")
+    exec(TRAINING, {})
+    lines = capsys.readouterr().out.splitlines()
+    printed = [[float(cell) for cell in line[16:].split()] for line in lines]
+    np.testing.assert_allclose(shown(), printed, rtol=0.02)
 
 
 def test_the_table_of_updates_is_right(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,9 +20,9 @@ from xformer.showing import size
 from xformer.summary import LENGTH, context, ranges
 
 ABOUT = (
-    "The memory of the arrays of a training step. The measured memory may be smaller, as pages that "
-    "are never touched take none, or larger: Python takes 1.4 to 2 MB more, about 10 percent of "
-    "what the preset tiny needs. A moving average (another copy of the "
+    "The memory of the arrays of a training step. The measured memory may be smaller, as pages "
+    "that are never touched take none, or larger: Python takes 1.4 to 2 MB more, about 10 percent "
+    "of what the preset tiny needs. A moving average (another copy of the "
     "parameters) and gradient accumulation are not counted. If --model is a training run, only its "
     "model is read; batch, sequence length and optimiser are the options below."
 )
