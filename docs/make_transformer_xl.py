@@ -23,6 +23,7 @@ SEGMENT = 8  # tokens of a segment, T
 TRAINED = (0, SEGMENT)  # memories in training
 EVALUATED = (0, SEGMENT, 2 * SEGMENT, 4 * SEGMENT, 8 * SEGMENT)
 ROWS = 32  # streams of a batch
+STEPS = 1200
 BATCHES = 100  # of validation
 SIZES: dict[str, int] = {"n_layers": 2, "d_model": 64, "n_heads": 2}
 
@@ -54,7 +55,7 @@ def evaluated(model: GPT, params: Any, corpus: Corpus, memory_len: int) -> float
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, evaluate, and print the table in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=1500, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
     args = parser.parse_args(argv)
     corpus = training.load_corpus(None)
     print(f"{corpus.description}; {len(corpus.train):,} bytes to train on")

@@ -48,5 +48,11 @@ def test_the_table_is_that_of_the_script() -> None:
         assert line is not None
         losses.append([float(x.strip(" *")) for x in line.group(1).split("|")])
     assert [len(row) for row in losses] == [len(script["EVALUATED"])] * 2
+    sizes = script["SIZES"]
+    assert (
+        f"({sizes['n_layers']} layers of width {sizes['d_model']}, T = {script['SEGMENT']}, "
+        f"{script['ROWS']} streams, {script['STEPS']:,} steps)"
+    ) in PAGE
+    assert f"same {script['ROWS'] * script['BATCHES'] * script['SEGMENT']:,} bytes" in PAGE
     without, with_memory = losses
     assert min(with_memory) < min(without)  # what the page says
