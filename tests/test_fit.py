@@ -81,6 +81,14 @@ def test_each_part(one: BlockConfig, other: BlockConfig, message: str) -> None:
         model.forward(with_block(params, "stack", other), IDS)
 
 
+def test_a_window_may_be_a_list() -> None:
+    """A configuration must be hashable."""
+    listed, paired = (changed(PLAIN, window=window) for window in ([1, 0], (1, 0)))
+    assert listed == paired and hash(listed) == hash(paired)
+    model = models.LanguageModel(EMBED, (listed, listed))
+    model.forward(model.init(), IDS)
+
+
 def test_each_call() -> None:
     model = models.LanguageModel(EMBED, (PLAIN, PLAIN))
     wrong = with_block(model.init(dtype="float64"), "stack", UNBIASED)

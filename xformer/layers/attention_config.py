@@ -55,6 +55,8 @@ class AttentionConfig:
         if self.scale is not None:
             number("attention", "scale", self.scale)
         window_of("attention", self.window)
+        if isinstance(self.window, list):
+            object.__setattr__(self, "window", tuple(self.window))  # so that it can be hashed
         if self.softcap is not None:
             require_cap("attention", self.softcap)
         if self.shaw_max_distance is not None:
