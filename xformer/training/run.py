@@ -197,7 +197,7 @@ class Run:
         """Yield the steps. Each is logged first; checkpoints are saved between and at the end.
 
         stop: called after each step; True, in any process, ends training. After a `break`, the last
-            step is saved when the run is closed.
+            step is saved when the run is closed. All processes have to break after the same step.
 
         Diverged and OSError get a note that names the last good checkpoint.
         """
