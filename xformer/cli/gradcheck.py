@@ -6,7 +6,7 @@ in float64. On backends whose compiled kernels are for float32, they are compute
 float32 and compared with finite differences in float64.
 
 With --exact, derivatives on dual numbers take the place of finite differences. With --digits N they
-are computed in N digits.
+are computed in N digits. With --arrays all runs on another array library, beside NumPy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from xformer import backends, dispatch
 from xformer.backends import Backend
 from xformer.catalogue import Case, cases
-from xformer.cli import gradcheck_digits
+from xformer.cli import gradcheck_arrays, gradcheck_digits
 from xformer.cli.models import kernels_of
 from xformer.gradcheck import Report, Row
 
@@ -56,12 +56,22 @@ def add_parser(subparsers: Any) -> None:
         help="compare with derivatives on dual numbers in N digits, such as 50, and show the "
         "errors of float64 (extra digits)",
     )
+    parser.add_argument(
+        "--arrays",
+        metavar="MODULE",
+        help="run everything on the arrays that `asarray` of a Python module makes, such as "
+        "array_api_strict, and compare with NumPy",
+    )
     parser.add_argument("--verbose", action="store_true", help="show one row for each case")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a table of the largest relative errors; return 1 if a gradient is wrong."""
+    if args.arrays is not None:
+        if args.exact or args.backend or args.digits is not None:
+            raise ValueError("--arrays is not possible with --exact, --digits or --backend")
+        return gradcheck_arrays.run(args.arrays, args.only, by_case=args.verbose)
     chosen = [case for case in cases() if args.only in case.name]
     if not chosen:
         raise ValueError(f"no case has {args.only!r} in its name")
