@@ -54,6 +54,9 @@ CONSTANTS = Constants("onnx", onnx_functions, None, ("float32", "float64"), "")
 def distance(got: Any, wanted: Any) -> float:
     """The largest difference, relative to the largest number."""
     assert got.shape == wanted.shape and got.dtype == wanted.dtype
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    assert np.array_equal(np.isfinite(got), np.isfinite(wanted))
+    got, wanted = (np.nan_to_num(x, posinf=1.0, neginf=-1.0) for x in (got, wanted))
     return float(np.abs(got - wanted).max(initial=0) / max(np.abs(wanted).max(initial=0), 1e-3))
 
 

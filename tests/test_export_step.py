@@ -198,15 +198,20 @@ def test_inputs_outputs_and_first_values(tmp_path: Path) -> None:
 
 
 def losses(model: Any, params: Any, path: Path, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """The losses of ONNX Runtime and of NumPy, on text of one pattern."""
+    """The losses of ONNX Runtime and of NumPy, on text of one pattern.
+
+    Of one seed: where a gradient happens to be as small as its rounding, Adam's first step turns
+    rounding into 1e-3 of a parameter, and the losses differ by 5e-5 (1 of 60 seeds).
+    """
+    rng = np.random.default_rng(0)
     path = path / "step.onnx"
     written = export.onnx_step(model, params, path, options={"weight_decay": 0.1})
     run, feeds = Session(path), feeds_of(written)
     state = optim.adamw_init(params)
-    text = np.cumsum(DATA.integers(0, 3, 4000)) % V
+    text = np.cumsum(rng.integers(0, 3, 4000)) % V
     got, wanted = [], []
     for _ in range(steps):
-        at = DATA.integers(0, 3900, 8)[:, None] + np.arange(17)
+        at = rng.integers(0, 3900, 8)[:, None] + np.arange(17)
         tokens, targets = text[at[:, :-1]], text[at[:, 1:]]
         got.append(float(stepped(run, feeds, {"tokens": tokens, "targets": targets})["loss"]))
         loss, cache = model.loss(params, tokens, targets)
@@ -227,17 +232,8 @@ def test_30_steps(tmp_path: Path) -> None:
 def test_1000_steps(tmp_path: Path) -> None:
     model = xf.GPT(**GPT)
     got, wanted = losses(model, model.init(seed=0), tmp_path, 1000)
+    assert np.abs(got - wanted).max() < 2e-5
     assert wanted[-100:].mean() < 0.5 * wanted[0]
-    # Rounding makes two runs drift apart; NumPy's own kernels and references do as much.
-    assert np.abs(got - wanted)[:100].max() < 1e-4
-    assert abs(got[-100:].mean() - wanted[-100:].mean()) < 1e-2
-    print(
-        np.abs(got - wanted).max(),
-        wanted[0],
-        wanted[-100:].mean(),
-        got[-100:].mean(),
-        np.abs(got - wanted)[:100].max(),
-    )
 
 
 # ---- Bad input ----

@@ -19,7 +19,7 @@ from array_api_compat import numpy
 from xformer.arrays.onnx import Array, Graph, NotExported, Size
 
 known: Any = numpy  # computes functions of constants
-e, inf, nan, newaxis, pi = known.e, known.inf, known.nan, None, known.pi
+inf, pi = known.inf, known.pi
 bool, float32, float64 = map(np.dtype, ("bool", "float32", "float64"))
 int8, int16, int32, int64 = map(np.dtype, ("int8", "int16", "int32", "int64"))
 uint8, uint16, uint32, uint64 = map(np.dtype, ("uint8", "uint16", "uint32", "uint64"))
@@ -124,7 +124,7 @@ def _binary(name: str, node: str, *, dtype: Any = None) -> Callable[[Any, Any], 
 
 exp, log, tanh = _unary("exp", "Exp"), _unary("log", "Log"), _unary("tanh", "Tanh")
 sqrt, sin, negative = _unary("sqrt", "Sqrt"), _unary("sin", "Sin"), _unary("negative", "Neg")
-abs, sign, floor = _unary("abs", "Abs"), _unary("sign", "Sign"), _unary("floor", "Floor")
+abs, floor = _unary("abs", "Abs"), _unary("floor", "Floor")
 logical_not = _unary("logical_not", "Not", dtype=bool)
 add, subtract = _binary("add", "Add"), _binary("subtract", "Sub")
 multiply = _binary("multiply", "Mul")
@@ -132,8 +132,6 @@ equal = _binary("equal", "Equal", dtype=bool)
 less, greater = _binary("less", "Less", dtype=bool), _binary("greater", "Greater", dtype=bool)
 less_equal = _binary("less_equal", "LessOrEqual", dtype=bool)
 greater_equal = _binary("greater_equal", "GreaterOrEqual", dtype=bool)
-logical_and = _binary("logical_and", "And", dtype=bool)
-logical_or = _binary("logical_or", "Or", dtype=bool)
 remainder = _binary("remainder", "Mod")  # of integers, with the sign of y
 
 
@@ -192,11 +190,6 @@ def _larger(node: str, first: str, x: Any, y: Any) -> Array:
 @_folded
 def not_equal(x: Any, y: Any, /) -> Array:
     return logical_not(equal(x, y))
-
-
-@_folded
-def isnan(x: Array, /) -> Array:
-    return not_equal(x, x)
 
 
 @_folded
@@ -300,9 +293,6 @@ def zeros(shape: Any, *, dtype: Any = None, device: Any = None) -> Array:
 
 def ones(shape: Any, *, dtype: Any = None, device: Any = None) -> Array:
     return full(shape, 1, dtype=dtype or float64)
-
-
-empty = zeros
 
 
 def full_like(x: Array, /, value: Any, *, dtype: Any = None, device: Any = None) -> Array:
@@ -547,9 +537,14 @@ def _reduced(node: str, x: Array, axis: Axis, keepdims: Any) -> Array:
 
 @_folded
 def sum(x: Array, /, *, axis: Axis = None, dtype: Any = None, keepdims: Any = False) -> Array:
-    if dtype is None and not isdtype(x.dtype, "real floating"):
-        dtype = uint64 if isdtype(x.dtype, "unsigned integer") else int64
-    return _reduced("ReduceSum", x if dtype is None else astype(x, dtype), axis, keepdims)
+    return _reduced("ReduceSum", _to_add(x, dtype), axis, keepdims)
+
+
+def _to_add(x: Array, dtype: Any) -> Array:
+    """x in the dtype of its sums. ONNX Runtime has none of unsigned integers."""
+    if dtype is None:
+        return x if isdtype(x.dtype, "real floating") else astype(x, int64)
+    return astype(x, dtype)
 
 
 @_folded
@@ -600,15 +595,9 @@ def argsort(x: Array, /, *, axis: int = -1, descending: Any = False, stable: Any
     return graph.emit("TopK", [x, k], int64, x.shape, output=1, **options)
 
 
-def sort(x: Array, /, *, axis: int = -1, descending: Any = False, stable: Any = True) -> Array:
-    return take_along_axis(x, argsort(x, axis=axis, descending=descending), axis=axis)
-
-
 @_folded
 def cumulative_sum(x: Array, /, *, axis: int | None = None, dtype: Any = None) -> Array:
-    if dtype is None and not isdtype(x.dtype, "real floating"):
-        dtype = uint64 if isdtype(x.dtype, "unsigned integer") else int64
-    x = x if dtype is None else astype(x, dtype)
+    x = _to_add(x, dtype)
     axis = 0 if axis is None else axis % x.ndim
     return _need(x).emit("CumSum", [x, Array.constant(np.int64(axis))], x.dtype, x.shape)
 
