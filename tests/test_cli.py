@@ -139,6 +139,7 @@ PATHS = {
     "attention": ("--model", "--tokenizer", "--out"),
     "classify": ("--model", "--tokenizer", "--file"),
     "embed": ("--model", "--tokenizer", "--file"),
+    "export": ("--model", "--out"),
     "finetune": ("--model", "--data", "--out", "--tokenizer"),
     "signal-flow": ("--out",),
     "generate": ("--model", "--tokenizer"),

@@ -15,7 +15,7 @@ from xformer.checks import require_one_of, require_sizes
 from xformer.dispatch import inference
 from xformer.export.recording import Input, recorded
 from xformer.export.writing import Exported, require_onnx, require_path, write
-from xformer.models import EncoderDecoder, LanguageModel, Transformer
+from xformer.models import EncoderDecoder, LanguageModel, Pooler, Transformer
 from xformer.models.pooled import require_pooling
 from xformer.sentences.embed import POOLINGS
 from xformer.shapes import FLOATING, dtype_name, require_array
@@ -53,7 +53,8 @@ def onnx(
     - mask (batch, length), or src_mask (batch, source_length): bool, True = a token
     - types (batch, length), int64
 
-    Output: logits, or hidden without a head, or embeddings (batch, D) with a pooling.
+    Output: logits; hidden (batch, length, D) without a head or with a Pooler; embeddings (batch, D)
+    with a pooling.
 
     path: the file; its name ends with .onnx
     pooling: "mean", "first" ("cls"), "last" or "pooler": write the embeddings of texts, as
@@ -95,7 +96,7 @@ def onnx(
         inputs["types"] = Input(first, np.int64)
     if pooling is None:
         call: Any = model.forward if isinstance(model, Transformer) else network.forward
-        output = "hidden" if network.head is None else "logits"
+        output = "hidden" if isinstance(network.head, Pooler | None) else "logits"
     else:
         how = {"cls": "first"}.get(pooling, pooling)
         call, output = partial(network.pooled, pooling=how, normalize=normalize), "embeddings"
