@@ -304,3 +304,26 @@ def test_no_batches_are_refused() -> None:
     model, params = deep()
     with pytest.raises(ValueError, match="schedule: n_batches must be an int of at least 1, got 0"):
         of_pipeline(model, params, [], 2)
+    with pytest.raises(ValueError, match="pipeline: shares must be 3, one a micro-batch, got 2"):
+        of_pipeline(model, params, batches(3), 2, shares=[0.5, 0.5])
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_other_libraries(library: str) -> None:
+    pytest.importorskip(library)
+    backend = xf.backends.get(library)
+    model, params = deep()
+    data = batches(3)
+    wanted = of_whole(model, params, data)
+    with backend.active():
+        moved = tree.map(lambda p: backend.asarray(p), params)
+        ids = [tuple(backend.asarray(a) for a in batch) for batch in data]
+
+        def work(world: World) -> Any:
+            part = parallel.pipeline(model, world)
+            loss, grads = part.gradients(part.shard(moved), ids)
+            return tree.map(backend.to_numpy, (loss, part.whole(grads)))
+
+        for got in threads.run(2, work):
+            a, b = tree.flatten({"": got}), tree.flatten({"": wanted})
+            assert all(np.allclose(a[name], b[name], rtol=1e-10, atol=1e-12) for name in b)

@@ -563,6 +563,7 @@ def test_every_rule_is_used() -> None:
             if "memory." not in name:  # of a projection for all layers, which is refused
                 used.add(next(p for p in parallel.CUTS if fnmatchcase(f".{name}", p)))
     assert used == parallel.CUTS.keys()
+    assert not used & parallel.ONE_KEY_HEAD.keys()  # in a union CUTS would win
 
 
 # --- what is refused ---

@@ -120,6 +120,8 @@ class Pipeline:
         n = len(batches)
         tasks = schedule(kind, n, stage=self.world.rank, n_stages=self.world.size)
         shares = [1 / n] * n if shares is None else shares
+        if len(shares) != n:
+            raise ValueError(f"pipeline: shares must be {n}, one a micro-batch, got {len(shares)}")
         total = PairwiseSum(lambda a, b: tree.map(lambda x, y: x + y, a, b))
         loss = PairwiseSum(lambda a, b: a + b)
         kept: dict[int, Any] = {}  # the caches of micro-batches between their forward and backward
@@ -129,7 +131,7 @@ class Pipeline:
                 if value is not None:
                     loss.add(value * shares[i])
             else:
-                total.add(self._backward(*kept.pop(i), shares[i]))
+                total.add(self._backward(kept.pop(i), shares[i]))
         grads: LanguageModelParams = total.total()
         value = loss.total() if self.is_last else None
         if self._is_tied and self.world.size > 1:
@@ -154,8 +156,12 @@ class Pipeline:
         value, top = head.loss(x, params.head, table=table, targets=targets, **options)
         return (cache, LossCache(top, value)), value
 
-    def _backward(self, cache: Any, above: Any, share: float) -> LanguageModelParams:
-        """The gradients of a micro-batch. above: the cache of the loss; params on other stages."""
+    def _backward(self, caches: tuple[Any, Any], share: float) -> LanguageModelParams:
+        """The gradients of a micro-batch.
+
+        caches: of the stage, and of the loss; on other stages than the last, params instead
+        """
+        cache, above = caches
         dhead = dtable = None
         if self.is_last:
             dloss = array_namespace(above.value).full_like(above.value, share)
