@@ -22,7 +22,7 @@ from xformer.models import LanguageModel
 from xformer.plots import save
 from xformer.plots.style import COLOURS, panels, styled
 from xformer.pretrained import PretrainedError
-from xformer.summary import context, summary
+from xformer.summary import LENGTH, context, summary
 
 BEGIN = "<!-- scaling -->\n"
 GPUS = (8, 64, 512)
@@ -105,12 +105,13 @@ def assumptions(hardware: Hardware) -> str:
     inside, across, link = (f"{x / 1e9:.0f}" for x in hardware[-3:])
     return f"""\
 - Hardware: {hardware.name}.
-  {used} of {hardware.peak / 1e12:.0f} TFLOP/s under every plan. {inside} GB/s for collectives within a node,
-  {across} over whole nodes, {link} from one GPU to one of another node.
+  {used} of {hardware.peak / 1e12:.0f} TFLOP/s under every plan.
+  {inside} GB/s for collectives within a node, {across} over whole nodes,
+  {link} from one GPU to one of another node.
 - A GPU has the same number of tokens a step under every plan, and a micro-batch is one sequence.
 - bfloat16 weights and activations, float32 gradients, AdamW's float32 weights and two moments:
-  {WEIGHT}, {GRADIENT} and {STATE} bytes a parameter. The last {STATE} are shared by the GPUs of data parallelism
-  (ZeRO-1).
+  {WEIGHT}, {GRADIENT} and {STATE} bytes a parameter. The last {STATE} are shared by the GPUs of
+  data parallelism (ZeRO-1).
 - Activation checkpointing: each layer keeps its input, one layer at a time is computed again. This
   time is in the {used}. With tensor parallelism a layer also keeps the results of its two
   all-reduces.
@@ -124,11 +125,12 @@ def assumptions(hardware: Hardware) -> str:
 
 
 def work(name: str, model: Any, length: int | None = None) -> Work:
-    """The work of a decoder whose layers are alike. ValueError for another model."""
+    """The work of a decoder, whose last layer stands for all. ValueError for another model."""
     network = model.network
     if not isinstance(network, LanguageModel):
         raise ValueError(f"{name}: must be a decoder, got {type(network).__name__}")
-    length = length or context(model) or 1024
+    if length is None:
+        length = context(model) or LENGTH
     total = summary(model, batch=1, length=length)
 
     def saved(**options: Any) -> dict[str, int]:
@@ -136,6 +138,7 @@ def work(name: str, model: Any, length: int | None = None) -> Work:
         return saved_by_part(changed, 1, length, "float32")
 
     blocks = blocks_of(network)
+    attn = blocks[-1].attn
     in_bytes = ACTIVATION / 4  # of float32
     lean, full = saved(activation_checkpointing=True), saved(activation_checkpointing=False)
     last = f"layer {len(blocks) - 1}"
@@ -143,8 +146,8 @@ def work(name: str, model: Any, length: int | None = None) -> Work:
         name,
         total.n_params,
         len(blocks),
-        min(blocks[0].attn.n_kv_heads, blocks[0].attn.n_heads),
-        blocks[0].attn.d_model,
+        attn.n_kv_heads or attn.n_heads,
+        attn.d_model,
         length,
         total.flops.training,
         in_bytes * lean[last],
@@ -272,7 +275,7 @@ def draw(
     """Draw bars: what the time of a step consists of, for each model, plan and number of GPUs."""
     from matplotlib.patches import Patch
 
-    figure, axes = panels(len(loads), len(gpus), (4.2 * len(gpus), 2.7 * len(loads)))
+    figure, axes = panels(len(loads), len(gpus), (4.6 * len(gpus), 2.7 * len(loads)))
     parts = ("compute", "tensor", "pipeline", "data")
     for row, load in zip(axes, loads, strict=True):
         for panel, n_gpus in zip(row, gpus, strict=True):

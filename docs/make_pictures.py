@@ -173,6 +173,26 @@ def without_norm() -> Path:
     return save(figure, PICTURES / "without-norm.svg")
 
 
+@styled()
+def rounding() -> Path:
+    """Losses of the models that the last program of rounding.md trains."""
+    page = (PICTURES.parent / "rounding.md").read_text(encoding="utf-8")
+    made: dict[str, Any] = {}
+    for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(program, made)
+    figure, (axes,) = panels(1, len(made["KINDS"]), (15, 3.6), sharey=True)
+    for panel, kind in zip(axes, made["KINDS"], strict=True):
+        curves = {"float32": made["plain"]} | {f: made["curves"][f, kind] for f in made["FORMATS"]}
+        for i, (format, losses) in enumerate(curves.items()):
+            steps = np.arange(1, len(losses) + 1)
+            panel.plot(steps, averaged(losses, 10), **line_of(i), label=format)
+        panel.set(title=kind, xlabel="step", ylim=(2.6, 5))
+    axes[0].set_ylabel("loss, nats a byte")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    return save(figure, PICTURES / "rounding.svg")
+
+
 def averaged(values: Sequence[float], n: int) -> np.ndarray:
     """The mean of each value and of those before it, n in all."""
     sums = np.cumsum([0.0, *values])
@@ -224,6 +244,7 @@ def main() -> None:
     curves()
     sharpness()
     print(without_norm())
+    print(rounding())
     if (DATA / "stories260K.bin").is_file():
         attention()
     else:

@@ -335,7 +335,9 @@ def test_every_case_in_bfloat16(case: Case) -> None:
 def test_every_case_with_operands_in_four_bits(case: Case) -> None:
     both, args = forward_and_backward(case)
     results = xf.rounded(both, "mxfp4", matmuls_only=True)(*args)
-    assert all(np.isfinite(x).all() or x.dtype == bool for x in tree.flatten({"": results}).values())
+    assert all(
+        np.isfinite(x).all() or x.dtype == bool for x in tree.flatten({"": results}).values()
+    )
 
 
 def test_what_cannot_run_in_eight_bits() -> None:
