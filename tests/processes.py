@@ -16,6 +16,7 @@ import numpy as np
 import xformer as xf
 from xformer.world import World, end_all
 
+LOSSES = [1.0, 1e16, 3.0, -1e16, 2.0, 5.0]
 SHAPES = [(7, 5), (), (3,), (2, 0), (1, 2, 3)]
 
 
@@ -90,6 +91,17 @@ def ends(world: World, *ranks: str) -> None:
         end_all(f"error: {world.rank}")
         sys.exit(1)
     world.sums(1)
+
+
+def evaluated(world: World) -> None:
+    """A mean loss whose bits tell the order in which the losses were added."""
+    batches = [xf.training.Batch((np.asarray(x),), {}, 1, 1) for x in LOSSES]
+
+    def loss(params: Any, batch: Any, *_: Any) -> Any:
+        return batch.arrays[0], None
+
+    numpy = xf.backends.get("numpy")
+    say(mean=xf.training.evaluate(loss, None, batches, numpy, world=world))
 
 
 class Uneven:
@@ -197,6 +209,7 @@ def main(name: str, *args: str) -> int:
         "collectives": collectives,
         "libraries": libraries,
         "unlike": unlike,
+        "evaluated": evaluated,
         "ends": ends,
         "trained": trained,
     }[name](xf.world(), *given)

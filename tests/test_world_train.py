@@ -12,6 +12,7 @@ from typing import Any
 import launched
 import pytest
 import runs
+from processes import LOSSES
 from runs import rows
 
 from xformer import training
@@ -57,6 +58,16 @@ def test_the_run_of_one_process_bit_for_bit(accumulate: int, sizes: tuple[int, .
         assert found == [said | {"rank": rank} for rank in range(n)]
         runs.require_alike(Path(f"of-{n}"), Path("one"))
         assert (Path(f"of-{n}", "run.json").read_text().count("accumulate")) == 0
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_losses_of_validation_are_added_in_the_order_of_one(n: int) -> None:
+    total = 0.0
+    for x in LOSSES:
+        total += x
+    assert total != sum(sorted(LOSSES))
+    lines = launched.good(n, "evaluated").splitlines()
+    assert [json.loads(line) for line in lines] == [{"mean": total / len(LOSSES)}] * n
 
 
 def test_the_run_of_one_process_to_rounding() -> None:
