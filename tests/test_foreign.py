@@ -128,6 +128,11 @@ class NoDtype:
         return ModuleType("empty")
 
 
+class Broken:
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        raise NotImplementedError("not yet")
+
+
 class NoFloats(NoDtype):
     dtype = "whole"
 
@@ -142,6 +147,7 @@ class NoFloats(NoDtype):
             lambda x: NoFloats(),
             "badarrays.asarray makes NoFloats, whose namespace has neither float64 nor float32",
         ),
+        (lambda x: Broken(), "module badarrays makes no arrays: NotImplementedError: not yet"),
         (lambda x: 1 / 0, "module badarrays makes no arrays: ZeroDivisionError: division by zero"),
     ],
 )
@@ -203,3 +209,21 @@ def test_dask(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1
     assert failures(out) == failures(quoted("dask.array"))
     assert re.findall("missing: .*", out) == re.findall("missing: .*", quoted("dask.array"))
+
+
+def test_dask_with_the_lines_of_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    array = pytest.importorskip("dask.array", reason="dask is not installed")
+    for name in ("device", "mT"):  # so that both are removed afterwards
+        monkeypatch.setattr(array.Array, name, None, raising=False)
+    module = ModuleType("mydask")
+    (block,) = re.findall(r"```python\n(# mydask.py.*?)```", PAGE, re.DOTALL)
+    exec(block, vars(module))
+    monkeypatch.setitem(sys.modules, "mydask", module)
+    status, out, _ = checked(capsys, "mydask", "--only", "adam")
+    assert "\n2 checks, 0 failed" in out
+    assert "\nmissing: xp.take_along_axis\n" in out
+    assert status == 1
+    _, out, _ = checked(capsys, "mydask", "--only", "layer_norm: x (5, 7)")
+    assert re.search(r"^layer_norm +4 / 4 ", out, re.MULTILINE)

@@ -40,9 +40,9 @@ def _measured(work: Work, backend: Backend) -> tuple[float, str]:
     """The distance from NumPy's result, and why it is a failure; "" if it is none."""
     try:
         error = distance(work, backend)
-    except Exception as error:  # the library is any code
-        said = str(error).partition("\n")[0]
-        return float("inf"), f"{type(error).__name__}: {said:.200}"
+    except Exception as raised:  # the library is any code
+        said = str(raised).partition("\n")[0]
+        return float("inf"), f"{type(raised).__name__}: {said:.200}"
     return error, "" if error <= RTOL[backend.dtypes[0]] else "the result differs from NumPy's"
 
 
