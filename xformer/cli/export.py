@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.embeddings:
             own = settings(path)
-            pooling = args.pooling or own.pooling or ("last" if model.network.causal else "mean")
+            is_causal = getattr(model.network, "causal", False)
+            pooling = args.pooling or own.pooling or ("last" if is_causal else "mean")
             normalize = own.normalize if args.normalize is None else args.normalize
             options |= {"pooling": pooling, "normalize": normalize}
         written = export.onnx(model, params, args.out, types=args.types, **options)
