@@ -3,8 +3,10 @@
 xformer train --out runs/readme
 XFORMER_DATA=folder python docs/make_pictures.py --run runs/readme
 
-Two need something else: `loss.svg` is of the run that is named, and `attention.svg` of
-llama2.c's stories260K.bin and tok512.bin, in the folder XFORMER_DATA. Some minutes on two cores.
+Some need something else: `loss.svg` is of the run that is named, `attention.svg` of llama2.c's
+stories260K.bin and tok512.bin, in the folder XFORMER_DATA, `attribution.svg` of the folder
+all-MiniLM-L6-v2 here. `private-training.svg` needs the extra `test-private`. Some minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import argparse
 import os
 import re
 import tempfile
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from xformer import backward, tree
 from xformer.cli import main as xformer
+from xformer.dispatch import unfused
 from xformer.measure import saved_by_part
 from xformer.models import GPT
 from xformer.plots import read_log, save
@@ -133,12 +138,7 @@ def flow() -> None:
 @styled()
 def sharpness() -> Path:
     """The sharpness of the model of derivatives.md, whose code is run, by learning rate."""
-    names: dict[str, Any] = {}
-    page = (PICTURES.parent / "derivatives.md").read_text(encoding="utf-8")
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, names)
-        if "curves" in names:
-            break
+    names = page_names("derivatives.md", "curves")
     figure, ((axes,),) = panels(1, 1, (8, 3.4))
     for colour, (lr, values) in zip(COLOURS, names["curves"].items(), strict=False):
         steps = names["EVERY"] * np.arange(len(values))
@@ -147,6 +147,95 @@ def sharpness() -> Path:
     axes.set(xlabel="steps of gradient descent", ylabel="largest eigenvalue", ylim=(0, None))
     axes.legend()
     return save(figure, PICTURES / "sharpness.svg")
+
+
+def page_names(page: str, last: str) -> dict[str, Any]:
+    """The names of a page's code, which is run up to the block that makes the name `last`."""
+    names: dict[str, Any] = {}
+    text = (PICTURES.parent / page).read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, names)
+        if last in names:
+            break
+    return names
+
+
+@styled()
+def private_training() -> Path:
+    """The losses of private-training.md, by noise (extra `test-private`, minutes)."""
+    names = page_names("private-training.md", "curves")
+    figure, ((axes,),) = panels(1, 1, (8, 3.4))
+    for colour, (noise, losses) in zip(COLOURS, names["curves"].items(), strict=False):
+        spent = f"epsilon {names['epsilon'](noise, len(losses)):.2f}" if noise else "no privacy"
+        steps = np.arange(1, len(losses) + 1)
+        label = f"noise {noise}, {spent}"
+        axes.plot(steps, averaged(losses, 10), color=colour, label=label)
+    axes.set(xlabel="step", ylabel="nats per letter, mean of 10 batches")
+    axes.legend()
+    return save(figure, PICTURES / "private-training.svg")
+
+
+@styled()
+def stepped() -> Path:
+    """Peak memory of a backward with an update after it, or inside it, by the number of layers."""
+    depths = (1, 2, 4, 8, 12, 16, 20, 24)
+    figure, ((axes,),) = panels(1, 1, (8, 3.4))
+    kinds = ("after the backward", "inside it", "inside it, donated")
+    for i, kind in enumerate(kinds):
+        peaks = [_peak_of_update(n, kind) / 1e6 for n in depths]
+        axes.plot(depths, peaks, label=f"update {kind}", **line_of(i), **POINTS)
+    axes.set(xlabel="layers of width 128", ylabel="MB beyond parameters and cache", ylim=(0, None))
+    axes.legend()
+    return save(figure, PICTURES / "stepped.svg")
+
+
+def _peak_of_update(n_layers: int, kind: str) -> int:
+    """Bytes of gradients, temporaries and new parameters at the peak, on NumPy."""
+    model = GPT(vocab_size=257, n_layers=n_layers, d_model=128, n_heads=4, max_len=16)
+    params = model.init(seed=0)
+    tokens, targets = np.random.default_rng(0).integers(0, 257, (2, 2, 16))
+    with unfused():
+        _, cache = model.loss(params, tokens, targets)
+
+    def update(_: str, params: Any, grads: Any) -> Any:
+        return tree.map(lambda p, g: p - np.float32(0.1) * g, params, grads)
+
+    tracemalloc.start()
+    if kind == "after the backward":
+        update("", params, cache.backward())
+    else:
+        backward.stepped(cache, params, update, donate=kind.endswith("donated"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+@styled()
+def attribution() -> Path:
+    """Estimates and exact effects of attribution-patching.md, whose code is run.
+
+    The folder all-MiniLM-L6-v2 must be in the current folder.
+    """
+    names = page_names("attribution-patching.md", "exact")
+    words = names["tokenizer"](names["folder"])
+    pairs = zip(*names["ids"].tolist(), strict=True)
+    both = [[words.decode([i]) for i in pair] for pair in pairs]
+    labels = [a if a == b else f"{b}\n{a}" for a, b in both]
+    labels[0], labels[-1] = "[CLS]", "[SEP]"
+    figure, ((left, right),) = panels(1, 2, (9.5, 3.4))
+    most = max(np.abs(names[name]).max() for name in ("exact", "by_token"))
+    for axes, name, title in (
+        (left, "by_token", "estimate, one backward"),
+        (right, "exact", "activation patching"),
+    ):
+        image = axes.imshow(names[name], cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
+        axes.set(
+            title=title, xticks=range(len(labels)), xticklabels=labels, ylabel="input of layer"
+        )
+        axes.tick_params(axis="x", labelsize=7.5)
+        axes.grid(visible=False)
+    figure.colorbar(image, ax=[left, right], label="effect on the similarity")
+    return save(figure, PICTURES / "attribution.svg")
 
 
 @styled()
@@ -243,6 +332,12 @@ def main() -> None:
     flow()
     curves()
     sharpness()
+    stepped()
+    private_training()
+    if Path("all-MiniLM-L6-v2").is_dir():
+        attribution()
+    else:
+        print("attribution.svg is not drawn: there is no folder all-MiniLM-L6-v2 here")
     print(without_norm())
     print(rounding())
     if (DATA / "stories260K.bin").is_file():
