@@ -262,7 +262,7 @@ def text(load: Work, hardware: Hardware, gpus: Sequence[int], tokens: int) -> st
         lines.append(report.align(rows))
     two, one = exact_sums(load, hardware, gpus[-1])
     lines.append(
-        f"Sums with the same bits for any number of GPUs, by data parallelism on {gpus[-1]} GPUs: "
+        f"Sums with the same bits for any number of GPUs, by data parallelism on {gpus[-1]} GPUs:\n"
         f"{two:.3g} s a step in two levels, {one:.3g} s in one."
     )
     return "\n\n".join(lines)
