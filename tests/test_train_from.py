@@ -60,8 +60,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, float]]:
     found: list[tuple[Any, float]] = []
     real = train._measured
 
-    def kept(job: Any, state: Any) -> float:
-        loss = real(job, state)
+    def kept(job: Any, state: Any, world: Any) -> float:
+        loss = real(job, state, world)
         found.append((job, loss))
         return loss
 
