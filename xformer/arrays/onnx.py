@@ -32,9 +32,14 @@ COMPARED = 4096  # bytes of a constant up to which equal ones are stored once
 
 
 class NotExported(ValueError):
-    """A computation has no ONNX graph. The message names it, and says why."""
+    """A computation has no ONNX graph. The message names it, and says why.
 
-    scope = ""  # the ops of xformer in which it was raised
+    scope: the ops of xformer in which it was raised
+    """
+
+    def __init__(self, why: str, scope: str = "") -> None:
+        super().__init__(why)
+        self.scope = scope
 
     def __str__(self) -> str:
         return super().__str__() + (f" (in {self.scope})" if self.scope else "")
@@ -130,11 +135,15 @@ class Graph:
         def observe(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
             def named(*args: Any, **options: Any) -> Any:
                 self._scopes.append(op.__name__)
+                scope = "/".join(self._scopes)
                 try:
                     return run(*args, **options)
                 except NotExported as error:
-                    error.scope = error.scope or "/".join(self._scopes)
+                    error.scope = error.scope or scope
                     raise
+                except MemoryError as error:
+                    why = "onnx: a table for the largest size does not fit memory; give max_len"
+                    raise NotExported(why, scope) from error
                 finally:
                     self._scopes.pop()
 

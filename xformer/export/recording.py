@@ -80,18 +80,12 @@ def _require_same(graph: Graph, other: Graph, dynamic: Mapping[str, int]) -> Non
     for a, b in zip(graph.nodes, other.nodes, strict=False):
         for x, y in zip(a.inputs, b.inputs, strict=False):
             if x in graph.constants and not _equal(graph.constants[x], other.constants.get(y)):
-                raise _blamed(message, a.scope)
+                raise NotExported(message, a.scope)
         if a != b:
-            raise _blamed(message, a.scope)
+            raise NotExported(message, a.scope)
     if len(graph.nodes) != len(other.nodes):
         raise NotExported(message)
 
 
 def _equal(x: np.ndarray, y: np.ndarray | None) -> bool:
     return y is not None and x.shape == y.shape and x.tobytes() == y.tobytes()
-
-
-def _blamed(message: str, scope: str) -> NotExported:
-    error = NotExported(message)
-    error.scope = scope
-    return error
