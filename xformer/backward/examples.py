@@ -117,7 +117,7 @@ def _known(node: Any, n: int) -> Any:
     node = kind._make(parts) if hasattr(node, "_fields") else tuple(parts)
     if rule is not None:
         return _with_rule(node, rule, n)
-    if hasattr(node, "pos_shape"):  # `EmbedCache`
+    if is_node(node) and kind_of(node) == "embed.EmbedCache":
 
         def backward(self: Any, dpos: Any) -> Any:
             return self.table_backward(rules.summed_positions(dpos, self.pos_shape or ()))
