@@ -275,7 +275,7 @@ def rounding() -> Path:
         for i, (format, losses) in enumerate(curves.items()):
             steps = np.arange(1, len(losses) + 1)
             panel.plot(steps, averaged(losses, 10), **line_of(i), label=format)
-        panel.set(title=kind, xlabel="step", ylim=(2.6, 5))
+        panel.set(title=kind, xlabel="step", ylim=(2.2, 5))
     axes[0].set_ylabel("loss, nats a byte")
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names))
