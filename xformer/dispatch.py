@@ -35,6 +35,7 @@ _SETS = {"numpy": "numpy", "numba": "numba", "mkl": "numba"}
 
 _chosen: ContextVar[str] = ContextVar("kernels", default="numpy")
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
+# Ops that run their references, whatever the rest does.
 _without_kernels: ContextVar[tuple[Any, ...]] = ContextVar("without_kernels", default=())
 _unfused: ContextVar[bool] = ContextVar("unfused", default=False)
 _inference: ContextVar[bool] = ContextVar("inference", default=False)
