@@ -27,6 +27,7 @@ from array_api_compat import array_namespace
 
 from xformer.checks import require_axis
 from xformer.parallel.parts import all_parts, joined, own_part
+from xformer.showing import short
 from xformer.typing import Array
 from xformer.world import World
 
@@ -36,6 +37,7 @@ def enter(x: Array, *, world: World) -> tuple[Array, EnterCache]:
     return x, EnterCache(world)
 
 
+@short
 class EnterCache(NamedTuple):
     """Saved by `enter` for backward: only the processes, as y does not depend on values."""
 
@@ -51,6 +53,7 @@ def leave(x: Array, *, world: World) -> tuple[Array, LeaveCache]:
     return world.all_reduce(x), LeaveCache()
 
 
+@short
 class LeaveCache(NamedTuple):
     """Saved by `leave` for backward: nothing."""
 
@@ -70,6 +73,7 @@ def gather(x: Array, *, world: World, axis: int) -> tuple[Array, GatherCache]:
     return y, GatherCache(world, axis)
 
 
+@short
 class GatherCache(NamedTuple):
     """Saved by `gather` for backward: the processes and the axis."""
 
@@ -90,6 +94,7 @@ def scatter(x: Array, *, world: World, axis: int) -> tuple[Array, ScatterCache]:
     return world.reduce_scatter(all_parts(x, axis, world)), ScatterCache(world, axis)
 
 
+@short
 class ScatterCache(NamedTuple):
     """Saved by `scatter` for backward: the processes and the axis."""
 
@@ -110,6 +115,7 @@ def part(x: Array, *, world: World, axis: int) -> tuple[Array, PartCache]:
     return own_part(x, axis, world), PartCache(world, axis)
 
 
+@short
 class PartCache(NamedTuple):
     """Saved by `part` for backward: the processes and the axis."""
 
@@ -130,6 +136,7 @@ def join(x: Array, *, world: World, axis: int) -> tuple[Array, JoinCache]:
     return joined(x, axis, world), JoinCache(world, axis)
 
 
+@short
 class JoinCache(NamedTuple):
     """Saved by `join` for backward: the processes and the axis."""
 
@@ -151,6 +158,7 @@ def exchange(x: Array, *, world: World, cut: int, join: int) -> tuple[Array, Exc
     return _exchanged(x, world, cut, join), ExchangeCache(world, cut, join)
 
 
+@short
 class ExchangeCache(NamedTuple):
     """Saved by `exchange` for backward: the processes and both axes."""
 
