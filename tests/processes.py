@@ -76,13 +76,27 @@ def unlike(world: World) -> None:
         ),
         "number": lambda: world.all_to_all([np.zeros(2)]),
         "objects": lambda: world.all_gather(np.asarray([None])),
+        "void": lambda: world.all_gather(np.zeros(2, "V2")),  # as bfloat16 of ml_dtypes
         "first": lambda: world.first(lambda: [][0]),
+        "odd": lambda: world.first(_odd),
+        "unsent": lambda: world.first(lambda: lambda: 0),
     }.items():
         try:
             call()
-        except (ValueError, TypeError, IndexError) as error:
-            with_messages[name] = str(error)
+        except Exception as error:
+            with_messages[name] = f"{type(error).__name__}: {error}"
     say(rank=world.rank, **with_messages)
+
+
+class Odd(Exception):
+    """An error that cannot be unpickled."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} {code}")
+
+
+def _odd() -> None:
+    raise Odd(3, "a problem")
 
 
 def ends(world: World, *ranks: str) -> None:

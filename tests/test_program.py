@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -238,6 +239,24 @@ def test_layouts() -> None:
     )
     with pytest.raises(ValueError, match="other layouts"):
         run(x)
+
+
+@pytest.mark.parametrize("shape", [(-1, 4), (4, 2), (-1, -1)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_shape_that_does_not_fit(shape: tuple[int, ...], transposed: bool) -> None:
+    x = np.arange(6.0).reshape(2, 3)
+    with pytest.raises(ValueError) as wanted:
+        x.reshape(shape)
+    with pytest.raises(ValueError, match=re.escape(str(wanted.value))):
+        record(lambda x: [namespace.reshape(x.T if transposed else x, shape)], x)
+
+
+def test_a_view_or_an_error() -> None:
+    x = np.arange(6.0).reshape(2, 3)
+    run = record(lambda x: [namespace.reshape(x, (3, 2), copy=False) + 1], x)
+    np.testing.assert_array_equal(run(x)[0], x.reshape(3, 2) + 1)
+    with pytest.raises(ValueError, match="Unable to avoid creating a copy"):
+        record(lambda x: [namespace.reshape(x.T, (6,), copy=False)], x)
 
 
 def test_what_nobody_needs_is_left_out() -> None:

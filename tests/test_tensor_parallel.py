@@ -429,6 +429,29 @@ def test_training(sequence: bool) -> None:
         assert tree.flatten(own_state).keys() == tree.flatten(state).keys()
 
 
+@pytest.mark.parametrize("trained", ["*norm*", "*.o.b", "*.q.w"])
+def test_clipping_where_a_process_has_little_to_count(trained: str) -> None:
+    model, params = causal("gpt2")
+    names = [n for n in tree.flatten(params) if not fnmatchcase(n, trained)]
+    few = tree.freeze(params, *names)
+    _, cache = model.loss(few, *inputs(0))
+    wanted, norm = optim.clip_by_global_norm(cache.backward(), max_norm=0.01)
+
+    def work(world: World) -> Any:
+        part = parallel.tensor_parallel(model, world)
+        _, cache = part.loss(part.shard(few), *inputs(0))
+        clipped, norm = part.clip_by_global_norm(cache.backward(), max_norm=0.01)
+        with pytest.raises(ValueError, match="there are no gradients"):
+            part.clip_by_global_norm((), max_norm=0.01)
+        return norm, tree.flatten(clipped)
+
+    for rank, (found, clipped) in enumerate(threads.run(3, work)):
+        assert found == pytest.approx(float(norm), rel=1e-12)
+        if rank == 0 and trained != "*.q.w":  # process 0 has all of these
+            for name, dp in tree.flatten(wanted).items():
+                np.testing.assert_allclose(clipped[name], dp, atol=1e-12)
+
+
 def test_what_all_processes_have_stays_the_same() -> None:
     """Bit for bit, since every number that they compute alike comes out of a collective."""
     model, params = causal("qwen3")

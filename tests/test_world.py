@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from processes import SHAPES, term
 
-from xformer.cli import main
+from xformer.cli import TOGETHER, command_parser, main
 from xformer.pairwise import PairwiseSum
 from xformer.world import SIZES, Alone, World
 from xformer.world import launched as n_launched
@@ -99,6 +99,29 @@ def test_the_environment_decides(name: str, alone: None, monkeypatch: pytest.Mon
     monkeypatch.setenv(name, "1")
     found = found_world()
     assert isinstance(found, Alone) and found_world() is found
+
+
+def test_the_launcher_nearest_to_the_process_counts(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mpiexec in a step of Slurm, in a container that sets WORLD_SIZE."""
+    for name, size in {"WORLD_SIZE": "16", "SLURM_STEP_NUM_TASKS": "8", "PMI_SIZE": "2"}.items():
+        monkeypatch.setenv(name, size)
+        assert n_launched() == int(size)
+
+
+@pytest.mark.parametrize("command", sorted(set(command_parser()[1]) - {*TOGETHER, "info"}))
+def test_other_commands_run_in_one_process(
+    command: str,
+    alone: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert main([command]) == 1
+    assert capsys.readouterr().err == (
+        f"xformer: error: xformer {command} runs in one process, and 2 were started together\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["train", "finetune"])
@@ -205,12 +228,15 @@ def test_what_does_not_fit() -> None:
     rows = [json.loads(line) for line in launched.good(2, "unlike").splitlines()]
     assert len(rows) == 2
     for row in rows:
-        wanted = "all_reduce: all processes must give the same shape and dtype, got ("
+        wanted = "ValueError: all_reduce: all processes must give the same shape and dtype, got ("
         assert row["shapes"].startswith(wanted)
         assert "(2,) float32 from process" in row["dtypes"] + row["dtypes"].replace("64", "32")
-        assert row["number"].startswith("all_to_all: parts must be 2 arrays")
+        assert row["number"].startswith("ValueError: all_to_all: parts must be 2 arrays")
         assert "must hold numbers and have at most 8 axes, got dtype object" in row["objects"]
-        assert row["first"] == "list index out of range"
+        assert "must hold numbers and have at most 8 axes, got dtype |V2" in row["void"]
+        assert row["first"] == "IndexError: list index out of range"
+        assert row["odd"] == f"{('Odd: ', 'RuntimeError: Odd: ')[row['rank']]}a problem 3"
+        assert "pickle" in row["unsent"]
 
 
 @pytest.mark.parametrize("ranks", ["0", "2", "012", "12"])

@@ -236,6 +236,16 @@ def test_processes_that_differ(other: Any, message: str, text: Path) -> None:
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize("wrong", [("--config", "missing.toml"), ("--stepz", "3")])
+def test_an_error_before_the_first_words_ends_all(wrong: tuple[str, str]) -> None:
+    """In the second process alone, which has met the others by then."""
+    command = [*COMMAND, "--out", "run"]
+    first, second = ("command", "", *command), ("command", "", *command, *wrong)
+    status, _, err = launched.finish(launched.start((1, first), (1, second)))
+    assert status == 1 and err.count("error: ") == 1 and wrong[0].lstrip("-") in err
+    assert not Path("run").exists()
+
+
 def test_a_step_that_cannot_be_shared_writes_nothing() -> None:
     status, _, err = launched.run(3, "command", "", *COMMAND, "--out", "run")
     assert status == 1 and err == (

@@ -37,7 +37,7 @@ from xformer.cli.models import kernels_of
 from xformer.cli.output import printing
 from xformer.cli.parser import Parser
 from xformer.renamed import command_line
-from xformer.world import end_all, launched
+from xformer.world import end_all, launched, world
 
 COMMANDS = (
     prepare,
@@ -58,6 +58,7 @@ COMMANDS = (
     info,
     completion,
 )
+TOGETHER = ("train", "finetune")  # commands that several processes run together
 DESCRIPTION = "The transformer, forward and backward, on any array library."
 
 
@@ -94,6 +95,7 @@ def _run(argv: Sequence[str] | None) -> int:
     file: config_file.ConfigFile | None = None
     try:
         words = command_line(sys.argv[1:] if argv is None else argv)
+        _meet(words, commands)
         file = config_file.use(words, commands)
         args = parser.parse_args(words)
         with kernels_of(getattr(args, "backend", None)):
@@ -114,6 +116,18 @@ def _run(argv: Sequence[str] | None) -> int:
     finally:
         warnings.formatwarning = usual
     return status
+
+
+def _meet(words: Sequence[str], commands: Mapping[str, Parser]) -> None:
+    """Find the processes that were started together, so that an error in one of them ends all.
+
+    ValueError for a command that runs in one process: several would write the same files.
+    """
+    n, command = launched(), words[0] if words else ""
+    if n > 1 and command in TOGETHER:
+        world()
+    elif n > 1 and command in commands and command != "info":
+        raise ValueError(f"xformer {command} runs in one process, and {n} were started together")
 
 
 def _one_line(message: Warning | str, *_: Any, **__: Any) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from xformer.checks import did_you_mean
+from xformer.world import end_all
 
 
 class Help(argparse.HelpFormatter):
@@ -42,7 +43,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error and the command that shows the help, and leave with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}\nfor help: {self.prog} --help\n")
+        end_all(f"{self.prog}: error: {message}\nfor help: {self.prog} --help")
+        raise SystemExit(2)
 
     def format_help(self) -> str:
         """The help, ending with what `after` returns."""

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from xformer.layers.block import BlockConfig
+from xformer import tree
+from xformer.backends import Generator
+from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.feed_forward import FeedForwardConfig
 from xformer.layers.residual import Sublayer
 from xformer.parallel.between import between
 from xformer.parallel.collectives import enter, gather, leave, scatter
 from xformer.parallel.parts import bounds
-from xformer.parallel.sharding import CUTS, ONE_KEY_HEAD
+from xformer.parallel.sharding import CUTS, FIRST, ONE_KEY_HEAD, Cut, cut_of
 from xformer.world import World
 
 
@@ -30,15 +32,28 @@ class ParallelBlock(BlockConfig):
     sequence: bool = dataclasses.field(default=False, kw_only=True)
     one_key_head: bool = dataclasses.field(default=False, kw_only=True)  # which all processes have
 
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """How the parameters of this block are cut."""
+        return ONE_KEY_HEAD | CUTS if self.one_key_head else CUTS
+
+    def init(self, rng: Generator, **options: Any) -> BlockParams:
+        """Parameters of this process's shapes. Others than process 0 have no last biases."""
+        params = super().init(rng, **options)
+        if self.world.rank == 0:
+            return params
+        leaves = tree.flatten(params)
+        own = {name: None if cut_of(name) == FIRST else leaf for name, leaf in leaves.items()}
+        return tree.unflatten(params, own)
+
     def sublayer(self, fn: Sublayer) -> Sublayer:
         """`fn`, between the collectives."""
-        cuts = ONE_KEY_HEAD | CUTS if self.one_key_head else CUTS
         pair: Any = (enter, leave)
         where: Any = {"world": self.world}
         if self.sequence:
             pair, where = (gather, scatter), where | {"axis": -2}
         into, out = (partial(collective, **where) for collective in pair)
-        return between(into, fn, out, world=self.world, cuts=cuts)
+        return between(into, fn, out, world=self.world, cuts=self.cuts)
 
 
 def parallel_block(config: BlockConfig, world: World, *, sequence: bool = False) -> ParallelBlock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,22 +65,27 @@ class _TensorParallel:
         """The inverse of `shard`. All processes must call it, and all get the result."""
         return whole(params, self.world, self.cuts)
 
-    def clip_by_global_norm(self, grads: Tree, *, max_norm: float) -> tuple[Tree, Array]:
+    def clip_by_global_norm(self, grads: Tree, *, max_norm: float) -> tuple[Tree, float]:
         """This process's part of `optim.clip_by_global_norm` of the gradients of all processes.
 
-        The norm, an array (), is that of all parts, with what every process has counted once.
+        The norm is that of all parts, with what every process has counted once.
+
+        ValueError if no process has gradients.
         """
         max_norm = number("clip_by_global_norm", "max_norm", max_norm)
-        leaves = tree.flatten(grads)
-        xp = array_namespace(*leaves.values())
-        counted = [
-            xp.reshape(xp.sum(dp**2), (1,))
+        leaves = tree.flatten(grads)  # a process may have none, if few parameters are trained
+        counted = {
+            name: dp
             for name, dp in leaves.items()
             if self.world.rank == 0 or isinstance(cut_of(name, self.cuts), int)
-        ]
-        norm = xp.sqrt(self.world.all_reduce(xp.sum(xp.concat(counted), keepdims=True)))[0]
-        scale = xp.minimum(max_norm / (norm + 1e-6), 1.0)
-        return tree.map(lambda dp: dp * xp.astype(scale, dp.dtype), grads), norm
+        }
+        squares = [float(array_namespace(dp).sum(dp**2)) for dp in counted.values()]
+        everywhere = self.world.gather((len(leaves), sum(squares)))
+        if not any(n for n, _ in everywhere):
+            raise ValueError("clip_by_global_norm: there are no gradients")
+        norm = math.sqrt(sum(square for _, square in everywhere))
+        scale = min(max_norm / (norm + 1e-6), 1.0)
+        return tree.map(lambda dp: dp * scale, grads), norm
 
 
 def _configs(network: Any) -> tuple[Any, ...]:

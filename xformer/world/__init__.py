@@ -9,7 +9,8 @@ from xformer.world.base import World
 
 __all__ = ["Alone", "World", "end_all", "launched", "world"]
 
-# Set by launchers: MPICH's and Intel's mpiexec, Open MPI's mpirun, Slurm's srun, torchrun.
+# Set by launchers: MPICH's and Intel's mpiexec, Open MPI's mpirun, Slurm's srun, torchrun. The
+# first one counts: mpiexec may run within a step of Slurm, or in a container that sets WORLD_SIZE.
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
 INSTALL = "pip install 'xformer-array[mpi]'"
 _worlds: list[World] = []  # the world, once it is known
@@ -21,7 +22,7 @@ def launched() -> int:
     1 if this process was started alone. It imports nothing.
     """
     sizes = [os.environ.get(name, "") for name in SIZES]
-    return max([int(size) for size in sizes if size.isdecimal()], default=1)
+    return next((int(size) for size in sizes if size.isdecimal()), 1)
 
 
 def world() -> World:

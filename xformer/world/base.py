@@ -38,40 +38,49 @@ class World:
 
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """The `obj` of process `root`, in all processes. It can be anything that pickles."""
-        place = (self.rank - root) % self.size  # in a binomial tree
+        if self.size == 1:
+            return obj
+        if self.rank == root:
+            self._spread(_pickled(obj), root)
+            return obj
+        return pickle.loads(self._spread(None, root).data)
+
+    def _spread(self, content: np.ndarray | None, root: int) -> np.ndarray:
+        """The `content` of process `root`, in all processes, by a binomial tree."""
+        place = (self.rank - root) % self.size
         step = 1
         while step < self.size and not place & step:
             step *= 2
-        if place:
-            content = self.receive((self.rank - step) % self.size)
-            obj = pickle.loads(content.data)
-        elif self.size > 1:
-            content = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
+        received = self.receive((self.rank - step) % self.size) if content is None else content
         while step := step // 2:
             if place + step < self.size:
-                self.send(content, (self.rank + step) % self.size)
-        return obj
+                self.send(received, (self.rank + step) % self.size)
+        return received
 
     def first(self, fn: Callable[[], Any]) -> Any:
-        """The result of fn(), which process 0 alone calls. Its error is raised in all processes."""
+        """The result of fn(), which process 0 alone calls. Its error is raised in all processes.
+
+        The result must pickle. An error that does not is a RuntimeError in the other processes.
+        """
         if self.size == 1:
             return fn()
-        result: Any = None
-        error: Exception | None = None
-        if self.rank == 0:
-            try:
-                result = fn()
-            except Exception as raised:
-                error = raised
-        other, raised_there = self.broadcast((result, error))
-        if error is not None or raised_there is not None:
-            raise error or raised_there
-        return result if self.rank == 0 else other
+        if self.rank:
+            result, error = pickle.loads(self._spread(None, 0).data)
+            if error is not None:
+                raise error
+            return result
+        try:
+            result = fn()
+            content = _pickled((result, None))
+        except Exception as error:
+            self._spread(_pickled((None, _sendable(error))), 0)
+            raise
+        self._spread(content, 0)
+        return result
 
     def gather(self, obj: Any) -> list[Any]:
         """The `obj` of each process, in all processes. It can be anything that pickles."""
-        content = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
-        return [pickle.loads(each.data) for each in self._exchange([content] * self.size)]
+        return [pickle.loads(each.data) for each in self._exchange([_pickled(obj)] * self.size)]
 
     def sums(self, *ints: int) -> tuple[int, ...]:
         """The sum of each integer over all processes."""
@@ -148,6 +157,22 @@ class World:
                 )
             total.add(part)
         return np.asarray(total.total())
+
+
+def _pickled(obj: Any) -> np.ndarray:
+    return np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or a RuntimeError with its text if it does not survive pickling."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        told = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        return told
+    return error
 
 
 def _on_host(x: Array) -> np.ndarray:

@@ -62,7 +62,11 @@ class Mpi(World):
 
     def split(self, color: int) -> Mpi:
         """The group of the processes that gave the same color, in the order of their ranks."""
-        return Mpi(self._comm.Split(color, self.rank))
+        members = self._comm.Split(color, self.rank)
+        try:
+            return Mpi(members)  # with copies
+        finally:
+            members.Free()
 
     def end(self, message: str) -> None:
         """End all processes with status 1. Returns only if all of them called it.
@@ -111,7 +115,7 @@ def _wait(requests: list[MPI.Request]) -> None:
 
 def _head(array: np.ndarray) -> np.ndarray:
     """The dtype and the shape of an array as integers."""
-    if array.dtype.hasobject or array.ndim > AXES:
+    if array.dtype.kind in "OV" or array.ndim > AXES:  # V: also bfloat16 of ml_dtypes
         raise TypeError(
             f"arrays that are sent must hold numbers and have at most {AXES} axes, got dtype "
             f"{array.dtype} and {array.ndim} axes"

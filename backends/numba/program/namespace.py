@@ -7,7 +7,6 @@ as in array_api_compat's NumPy, so that a run gives the results of the reference
 from __future__ import annotations
 
 import builtins
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -290,14 +289,17 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Traced:
 
 
 def reshape(x: Traced, /, shape: Any, *, copy: bool | None = None) -> Traced:
-    """Return a view of x in another shape if strides allow it, else a reshaped copy."""
+    """Return a view of x in another shape if strides allow it, else a reshaped copy.
+
+    copy: False raises ValueError instead of copying; True may return a view, as nothing writes to x
+    """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if x.is_constant:
         return constant(x.layout.reshape(shape))
     try:
         return x.view(np.reshape(x.layout, shape, copy=False))
     except ValueError:
-        if math.prod(shape) not in (x.size, -x.size) and -1 not in shape:
+        if copy is False or x.layout.flags.c_contiguous:  # then the shape is wrong
             raise
     return reshape(copied(x), shape)
 
