@@ -930,6 +930,21 @@ ATTENTION_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "sinusoidal: sizes must not be negative, got (-1, 4)",
     ),
+    "sinusoidal like integers": (
+        lambda: layers.sinusoidal(3, 4, like=np.arange(3)),
+        TypeError,
+        "sinusoidal: like must be a floating-point array, got dtype int64",
+    ),
+    "sinusoidal like a number": (
+        lambda: layers.sinusoidal(3, 4, like=1.0),
+        TypeError,
+        "sinusoidal: like must be a floating-point array, got float",
+    ),
+    "ALiBi like integers": (
+        lambda: layers.alibi(2, n_queries=3, n_keys=3, like=np.arange(3)),
+        TypeError,
+        "alibi: like must be a floating-point array, got dtype int64",
+    ),
 }
 
 

@@ -18,13 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tqdm import tqdm
-
 from xformer import backends, dispatch
 from xformer.backends import Backend
 from xformer.catalogue import Case, cases
 from xformer.cli import gradcheck_arrays, gradcheck_digits
 from xformer.cli.models import kernels_of
+from xformer.cli.progress import each
 from xformer.gradcheck import Report, Row
 
 REFERENCE = "reference"
@@ -67,7 +66,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table of the largest relative errors; return 1 if a gradient is wrong."""
+    """Print a table of the largest relative errors; return 1 if a gradient is wrong.
+
+    Before the table, stderr gets the number of checks and the progress.
+    """
     if args.arrays is not None:
         if args.exact or args.backend or args.digits is not None:
             raise ValueError("--arrays is not possible with --exact, --digits or --backend")
@@ -86,8 +88,10 @@ def run(args: argparse.Namespace) -> int:
     libraries = {name: _usable(name) for name in names}
     work = [(case, name) for case in chosen for name in libraries]
     reports = {}
+    compiles = "; the first run compiles numba's kernels" if "numba" in names else ""
+    print(f"{len(work)} checks on {', '.join(names)}{compiles}", file=sys.stderr, flush=True)
     with _recorded() as ran:
-        for case, name in tqdm(work, unit="check", leave=False, disable=not sys.stderr.isatty()):
+        for case, name in each(work, "gradcheck", "checks"):
             with dispatch.reference_only() if name == REFERENCE else kernels_of(name):
                 reports[case, name] = _check(case, libraries[name], exact=args.exact)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
-from tqdm import tqdm
-
 from xformer.arrays.foreign import RTOL, Work, distance, foreign, missing, works
 from xformer.backends import Backend
+from xformer.cli.progress import each
 
 
 def run(module: str, only: str, *, by_case: bool) -> int:
@@ -21,8 +18,7 @@ def run(module: str, only: str, *, by_case: bool) -> int:
     chosen = [work for work in works() if only in work.name]
     if not chosen:
         raise ValueError(f"no case or optimiser has {only!r} in its name")
-    bar = tqdm(chosen, unit="case", leave=False, disable=not sys.stderr.isatty())
-    found = [(work, *_measured(work, backend)) for work in bar]
+    found = [(work, *_measured(work, backend)) for work in each(chosen, "gradcheck", "cases")]
     print(_table(found, by_case=by_case))
     failed: dict[str, list[str]] = {}
     for work, _, why in found:

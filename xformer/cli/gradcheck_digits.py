@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 import traceback
 from collections.abc import Sequence
 
-from tqdm import tqdm
-
 from xformer.arrays.digits import require_digits
 from xformer.catalogue import Case
+from xformer.cli import progress
 from xformer.digits import CONSTANTS, Accuracy, Errors, accuracy
 
 HEAD = ("digits", "reference y", "gradients", "kernels y", "gradients")
@@ -19,8 +17,7 @@ HEAD = ("digits", "reference y", "gradients", "kernels y", "gradients")
 def run(cases: Sequence[Case], n: int, *, by_case: bool) -> int:
     """Print a table of digits and of errors in float64; return 1 if a gradient is wrong."""
     require_digits(n)
-    bar = tqdm(cases, unit="case", leave=False, disable=not sys.stderr.isatty())
-    found = [_measured(case, n) for case in bar]
+    found = [_measured(case, n) for case in progress.each(cases, f"gradcheck, {n} digits", "cases")]
     print(table(found, by_case=by_case))
     subjects = dict.fromkeys(each.case.subject for each in found if each.ok and each.agreed < n)
     if subjects:

@@ -11,15 +11,20 @@ from array_api_compat import array_namespace
 from xformer.checks import require_sizes
 from xformer.layers.constant import constant
 from xformer.ops._attention import aligned
+from xformer.shapes import FLOATING, STORED, dtype_name, require_array
 from xformer.typing import Array
 
 
 def sinusoidal(length: int, width: int, *, like: Array) -> Array:
-    """p[t, 2i] = sin(t / 10000^(2i / D)), p[t, 2i+1] = cos of the same (arXiv:1706.03762, 3.5).
+    """Return the sinusoidal position encodings p (length, D), D = width.
 
-    Returns p (length, D), D = width, of the library, dtype and device of `like`. ValueError for
-    negative sizes.
+    p[t, 2i] = sin(t / 10000^(2i / D)) and p[t, 2i + 1] = cos(t / 10000^(2i / D)). If D is odd, the
+    last channel is a sine. Source: arXiv:1706.03762, section 3.5.
+
+    like: a floating-point array; p is of its library, dtype and device
+    ValueError for negative sizes, TypeError unless `like` is a floating-point array.
     """
+    _require_floating("sinusoidal", like)
     if min(length, width) < 0:
         raise ValueError(f"sinusoidal: sizes must not be negative, got ({length}, {width})")
     xp = array_namespace(like)
@@ -60,9 +65,12 @@ def alibi(
     Returns (1, H, T, S), H = n_heads, T = n_queries, S = n_keys, of the library, dtype and device
     of `like`, for `ops.sdpa`.
 
+    like: a floating-point array
     at: integer array (), the first i; None: S - T
-    ValueError for fewer than 1 head or negative sizes.
+    ValueError for fewer than 1 head or negative sizes, TypeError unless `like` is a floating-point
+    array.
     """
+    _require_floating("alibi", like)
     (n_heads,) = require_sizes("alibi", 1, n_heads=n_heads)
     n_queries, n_keys = require_sizes("alibi", 0, n_queries=n_queries, n_keys=n_keys)
     xp = array_namespace(like)
@@ -70,6 +78,12 @@ def alibi(
     key, query = aligned(like, n_queries, n_keys, at)
     ahead = xp.astype(key - query, like.dtype)  # (T, S)
     return (slopes[:, None, None] * ahead)[None, ...]
+
+
+def _require_floating(op: str, like: Any) -> None:
+    require_array(op, "like", like, "a floating-point array")
+    if dtype_name(like) not in (*FLOATING, *STORED):
+        raise TypeError(f"{op}: like must be a floating-point array, got dtype {dtype_name(like)}")
 
 
 def _slopes(n_heads: int) -> list[float]:
