@@ -34,10 +34,8 @@ def page() -> str:
     result, text = newest(), PAGE.read_text(encoding="utf-8")
     versions = {name: version for name, version in result["versions"].items() if name != "xformer"}
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    where = f"{result['machine']['cpu']}, {result['threads']['cpus']} threads"
-    caption = (
-        f"Milliseconds. {where}, {result['date'][:10]}, commit {result['commit'][:9]}; {listed}."
-    )
+    date, commit = result["date"][:10], result["commit"][:9]
+    caption = f"Milliseconds. {machine(result)}, {date}, commit {commit}; {listed}."
     rows = [[f"[{name}](#{name})", *cells(name, result)] for name in names()]
     text = put(text, "times", f"{caption}\n\n{table(TIMES, rows)}")
     runs = [
@@ -45,6 +43,11 @@ def page() -> str:
     ]
     text = put(text, "libraries", table(LIBRARIES, runs))
     return put(text, "ops", "\n".join(section(name, result) for name in names()))
+
+
+def machine(result: dict[str, Any]) -> str:
+    """The processor of a result, and the number of its threads."""
+    return f"{result['machine']['cpu']}, {result['threads']['cpus']} threads"
 
 
 def put(text: str, name: str, content: str) -> str:
@@ -90,13 +93,42 @@ def section(name: str, result: dict[str, Any]) -> str:
     if op.has_backward:
         lines += [
             f"- Proof by finite differences: `xformer gradcheck --only {name}`",
+            f"- Proof to 50 digits (extra `digits`): `xformer gradcheck --digits 50 --only {name}`",
             "- Proof by the autograd of torch and JAX, if they are installed: "
             f"`pytest tests/test_gradients.py -k {name}`{case_of(name)}",
         ]
+    if commands := list(kernel_tests(name)):
+        lines.append(f"- Proof of the kernels against the reference: {', '.join(commands)}")
     lines.append(f"- Kernels: {'; '.join(kernels) or 'none, the reference runs'}")
+    works = "forward and backward" if op.has_backward else "forward"
+    compiled = ", ".join(links(name, "numba")) or "the reference, fused"
     spent = dict(zip(TIMES[1:], cells(name, result), strict=True))
+    spent[TIMES[-1]] += f" ({compiled})"
     listed = ", ".join(f"{who} {ms}" for who, ms in spent.items() if ms)
-    return "\n".join([*lines, f"- Milliseconds, the fastest of ours bold: {listed}\n"])
+    lines.append(
+        f"- Milliseconds, {works}, for {sizes()[name]}; {machine(result)}; the fastest of ours "
+        f"bold: {listed}\n"
+    )
+    return "\n".join(lines)
+
+
+def kernel_tests(name: str) -> Iterator[str]:
+    """The commands that compare the kernels of an op with its reference."""
+    if any(any(links(name, library)) for library in LABELS if library != "numba"):
+        yield f"`pytest tests/test_kernels.py -k {name}`"
+    if any(links(name, "numba")):
+        yield f'`pytest -k "{name} and (numba or program)"`'
+
+
+@cache
+def sizes() -> dict[str, str]:
+    """The shapes of the arrays that `benchmarks.ops` gives to each op."""
+    found = {}
+    for case in measured.cases():
+        given = zip(inspect.signature(case.op).parameters, case.args, strict=False)
+        arrays = [(arg, x) for arg, x in given if x is not None]
+        found[case.name] = ", ".join(f"{arg} ({', '.join(map(str, x.shape))})" for arg, x in arrays)
+    return found
 
 
 def case_of(name: str) -> str:
@@ -125,7 +157,8 @@ def links(name: str, library: str) -> Iterator[str]:
         files = [Path(library, f"{name}.py")]
     for file in files:
         if (ROOT / "backends" / file).exists():
-            yield f"[`{file.name}`](../backends/{file})"
+            path = Path("backends", file).as_posix()
+            yield f"[`{path}`](../{path})"
 
 
 def who_runs(name: str, library: str) -> str:

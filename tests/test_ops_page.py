@@ -29,7 +29,7 @@ def test_every_op_has_a_row_a_section_and_links_that_lead_somewhere() -> None:
 
 
 def test_the_fastest_of_ours_is_bold() -> None:
-    times = PAGE[PAGE.index("<!-- times -->") :]
+    times = PAGE.partition("<!-- times -->")[2].partition("<!-- end -->")[0]
     rows = re.findall(r"^\| \[\w+\].* \|$", times, re.MULTILINE)
     for row in rows:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
