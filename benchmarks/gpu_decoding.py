@@ -140,8 +140,10 @@ def agreement(name: str, first: int, ids: list[int], peer: list[int], ours: Any)
     """Return how many leading ids of a sequence equal the ids of the peer.
 
     name: the contestant that wrote `ids`   first: the id before `ids`
-    ours: this library's process, for the difference of two logits; None if it has failed.
-    Raises Disagreement if the logits of the first two different ids are not within NEAR.
+    ours: this library's process, for the difference of two logits. None if it has failed: then
+        any two different ids raise Disagreement.
+    Raises Disagreement if the logits of the first two different ids are not within NEAR, or if one
+    sequence has fewer ids and the other begins with them.
     """
     if ids == peer:
         return len(ids)

@@ -133,7 +133,11 @@ def goals(done: dict[str, Any]) -> list[list[str]]:
 
 
 def step_goals(name: str, rows: dict[str, Any]) -> list[list[str]]:
-    """Return the goals of training steps of the section `name`; rows: by contestant."""
+    """Return table rows [figure, goal, measured] for the training steps of the section `name`.
+
+    rows: contestant -> its result with `step`, `light` and `peak_bytes`. Contestants without `step`
+        or `light` are left out. No table rows if none of this library's contestants is left.
+    """
     rows = {name: row for name, row in rows.items() if "step" in row and "light" in row}
     ours = [rows[n] for n in (OURS_ON_GPU, GRAPH) if n in rows]
     if not ours:  # both have failed, or are not measured yet

@@ -334,7 +334,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(results: dict[str, Any]) -> list[list[str]]:
-    """The cells of the table: a row for each op and work, a column for each contestant."""
+    """The cells of the table, with its header: a row for each op and work.
+
+    A column for each contestant holds "minimum (median)" in ms, or "-" if it was not measured.
+    results: `results["rows"]` has one dict for each contestant.
+    """
     rows = results["rows"]
     works = dict.fromkeys(key for row in rows for key in row if ": " in key)
     lines = [["op", *(row["name"] for row in rows)]]

@@ -29,9 +29,11 @@ def works(shape: Shape) -> tuple[str, ...]:
 
 
 def start(name: str, folder: Path) -> harness.Process:
-    """Start the process of a contestant, of the judge (JUDGE) or of the matmuls alone (LIGHT).
+    """Start a worker process and return it.
 
-    folder: holds the files of `shapes.store`.
+    name: a contestant; JUDGE, the model in float64 that all must agree with; or LIGHT, which runs
+        only the necessary matmuls
+    folder: shape and weights, written by `shapes.store`
     """
     command = [sys.executable, "-m", "benchmarks.worker", folder, name]
     return harness.Process(name, command, machine.environment())

@@ -366,7 +366,7 @@ def test_how_many_tokens_a_call_decodes(
         assert tokens is not None
         tokens.is_greedy = True
         tokens.begin(prefill(GPT, params, EVEN).state)
-        tokens._require_columns(4)
+        tokens._require_slots(4)
         assert (tokens._state.capacity, tokens._most) == (256, most)
 
 

@@ -153,7 +153,10 @@ def are_safe(totals: Any) -> Any:
 
 @rowwise
 def powers(x: Any, top: Any) -> Any:
-    """In place: x = 2^(x - top). Return the sum."""
+    """Overwrite x (n,) with 2^(x - top), and return the sum.
+
+    x: scores times log2(e). top: a number, usually 0 or max(x).
+    """
     total = ZERO
     for j in range(x.size):
         e = exp2(x[j] - top)

@@ -38,7 +38,12 @@ def vector_matrix(x: Any, w: int, step: int, out: Any) -> None:
 
 @elementwise
 def _add_together(x: Any, w: int, step: int, out: Any) -> None:
-    """Compute out += x w for the first `ROWS` rows of w, which are read together."""
+    """Compute out += x w for the first `ROWS` rows of a float32 matrix, which are read together.
+
+    x: float32, at least `ROWS` elements, of which the first `ROWS` are used
+    w: the address of the matrix; a row has at least len(out) elements
+    step: the number of float32 elements from one row to the next
+    """
     x0, x1, x2, x3, x4, x5, x6, x7 = x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]
     rows = floats(w, (ROWS, step))
     w0, w1, w2, w3 = rows[0], rows[1], rows[2], rows[3]

@@ -80,7 +80,10 @@ def unsupported(
 
 
 def unsupported_batch(n: int, length: int) -> str | None:
-    """Return why n sequences of `length` tokens are not divided among threads, or None."""
+    """Return why it does not pay to divide n sequences of `length` tokens among threads, or None.
+
+    Reasons: there is one thread, the shares would be uneven, or a share has too few tokens.
+    """
     threads = n_threads()
     size = -(-n // threads)
     if threads == 1:
@@ -156,7 +159,11 @@ class SharesCache(NamedTuple):
 
     @property
     def blocks(self) -> NoReturn:
-        """Raise AttributeError: `BlocksCache.blocks` has a cache for each layer, this has not."""
+        """Raise AttributeError, always, with advice.
+
+        Each thread ran all layers for its share of the batch. There is no cache for each layer, as
+        in `BlocksCache.blocks`. Within `reference_only()` there is one.
+        """
         without_layers()
 
     def backward(self, dy: Array, drouter_logits: Sequence[None] | None = None) -> tuple[Any, ...]:

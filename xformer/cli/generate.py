@@ -134,7 +134,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_precision(args: argparse.Namespace) -> None:
-    """ValueError for a --precision that the backend or --dtype excludes. Reads no model."""
+    """ValueError if the backend cannot store parameters in --precision, or --dtype excludes it.
+
+    --precision is bfloat16 or float16, and needs --dtype float32. ImportError if bfloat16 needs the
+    package ml_dtypes. Called before the model is loaded, so that it fails early.
+    """
     if args.precision is not None:
         backends.get(args.backend, args.device).require_precision(args.precision)
         if args.dtype != "float32":

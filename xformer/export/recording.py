@@ -73,7 +73,12 @@ def _fixed(name: str, n: Any, largest: Mapping[str, int]) -> int:
 
 
 def _require_same(graph: Graph, other: Graph, dynamic: Mapping[str, int]) -> None:
-    """NotExported, with the op that is to blame, unless both graphs are equal."""
+    """Raise NotExported, with the name of the first op that differs, unless the graphs are equal.
+
+    graph, other: recordings with different values of the dynamic sizes. If one graph is the
+        beginning of the other one, no op is named.
+    dynamic: its keys are the names of the dynamic sizes, for the message
+    """
     message = "onnx: the graph depends on a dynamic size; fix one of {} with sizes".format(
         ", ".join(dynamic)
     )

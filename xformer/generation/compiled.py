@@ -124,7 +124,7 @@ class CompiledTokens:
         """
         if self._state is None:
             self.begin(text.state)
-        self._require_columns(text.width + 1)
+        self._require_slots(text.width + 1)
         ids = np.asarray(new, dtype=np.int64)[:, None]
         if self.is_greedy and hasattr(self._call, "repeated"):
             n = min(most, self._most, self._state.capacity - text.width)
@@ -150,7 +150,7 @@ class CompiledTokens:
         for start in range(0, len(ids), n):
             part = list(ids[start : start + n])
             end = length + start + n
-            self._require_columns(int(min(end, self.limit)))
+            self._require_slots(int(min(end, self.limit)))
             fits, more = end <= self._state.capacity, n - len(part)
             tokens = np.asarray([part + more * [0] if fits else part], dtype=np.int64)
             if fits:
@@ -181,8 +181,13 @@ class CompiledTokens:
         new = PrefilledPrompt(_longer(text, more), logits[:, -1, :], None, text.width + n)
         return new, written[:, n - 1]
 
-    def _require_columns(self, n: int) -> None:
-        """Make sure that there are n slots: double them if there are fewer, and compile again."""
+    def _require_slots(self, n: int) -> None:
+        """Make sure that the KV cache has n slots and that there is a compiled call.
+
+        If not, preallocate about 2n slots, at least `LEAST` and at most `limit`, and compile. For
+        n > limit the KV cache gets `limit` slots, too few: callers ask for at most `limit`.
+        ValueError if the state has more than `limit` tokens.
+        """
         if self._call is None or n > self._state.capacity:
             self._open(n)
 

@@ -270,10 +270,10 @@ def key_value(
 
 @short
 class KeyValueSaved(NamedTuple):
-    """Saved by `key_value` for backward: the caches of both projections, and of the heads."""
+    """Saved by `key_value` for backward: the cache of the projections, and of the heads."""
 
-    maps: Any  # of `linear_many`, to the keys and the values
-    heads: KeyValueHeadsCache
+    maps: Any  # one cache of `linear_many`, of the joint projection to k and v
+    heads: KeyValueHeadsCache  # of what follows in each head: splitting, pos, norm, RoPE
 
     def backward(self, dk: Array, dv: Array) -> tuple[Array, KeyValueParams, Array | None]:
         """Gradients of x, params and pos."""

@@ -91,7 +91,14 @@ class CrossEntropyCache(NamedTuple):
     reduction: str
 
     def backward(self, dloss: Array | None = None) -> Array:
-        """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V)."""
+        """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V).
+
+        p = softmax(x) and lse = log(sum(exp(x))) of each token; a = label_smoothing, z = z_loss, V
+        the number of classes. weight of a token: 0 if it is ignored; otherwise 1, and for reduction
+        "mean" 1 / (the number of tokens that are not ignored).
+
+        dloss: (), or (...) for reduction "none"; None: 1, for a loss () only
+        """
         dloss = one(self.logits) if dloss is None else dloss
         shape = self.targets.shape if self.reduction == "none" else ()
         require_gradient("cross_entropy", "dloss", dloss, self.logits, shape)

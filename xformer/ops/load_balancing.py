@@ -24,9 +24,10 @@ def load_balancing(
 ) -> tuple[Array, LoadBalancingCache]:
     """loss = E * sum_e f_e p_e; it is C if the load is even (arXiv:2101.03961, eq. 4 to 6).
 
-    f_e is the number of choices of expert e, divided by the number of rows. p_e is the mean over
-    rows of softmax(logits). The gradient treats f as a constant. For several layers, concatenate
-    their rows, as Mixtral does.
+    E is the number of experts, C the number of choices of a row, N the number of rows. f_e is the
+    number of choices of expert e by rows that count, divided by the number of these rows. p_e is
+    the mean over these rows of softmax(logits). The gradient treats f as a constant. For several
+    layers, concatenate their rows, as Mixtral does.
 
     logits: (N, E)   ids: (N, C) integers in [0, E)   mask: (N,) boolean   loss: ()
     mask: only rows with True count. If no row counts, the loss is 0.

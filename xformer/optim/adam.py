@@ -85,11 +85,14 @@ def adamw(
 ) -> tuple[Tree, AdamState]:
     """p <- (1 - lr * weight_decay) p, then a step of Adam (arXiv:1711.05101); as torch's AdamW.
 
+    Returns (params, state) after the step. All leaves decay, also biases and weights of norms.
+
     params, grads: trees of the same structure.
+    state: of `adamw_init`, or of the step before.
     donate: params and state may be overwritten; do not use them afterwards.
 
-    ValueError for betas outside [0, 1), negative numbers, and gradients of another shape than their
-    parameters.
+    ValueError for betas outside [0, 1), negative lr, eps or weight_decay, and a gradient that is
+    missing, has no parameter, or has another shape than its parameter.
     """
     lr = learning_rate("adamw", lr)
     keep = 1 - lr * finite("adamw", "weight_decay", weight_decay, low=0)

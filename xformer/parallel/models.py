@@ -239,8 +239,12 @@ class ParallelEncoderDecoder(_TensorParallel, EncoderDecoder):
 
     def encode(
         self, params: Any, src: Array, *, dropout_key: ops.RandomKey | None = None, **options: Any
-    ) -> tuple[Any, Any]:
-        """The memory and its positions, on every process (`EncoderDecoder.encode`)."""
+    ) -> tuple[tuple[Array, Array | None], Any]:
+        """((memory, pos), cache): whole arrays on every process (`EncoderDecoder.encode`).
+
+        ValueError for a dropout_key if dropout within sublayers is on and there are several
+        processes.
+        """
         if dropout_key is not None and self.world.size > 1:
             require_no_inner_dropout((*self.encoder, *self.decoder))
         with _as_layers():

@@ -17,8 +17,9 @@ from xformer.typing import Array
 def as_llama(model: Any, params: Any) -> tuple[Any, Any]:
     """(model, params) of a Llama that computes the same function as a llama2.c model.
 
-    RoPE of Llama rotates the pairs (i, i + K/2), RoPE of llama2.c the pairs (2i, 2i + 1). So the
-    columns of the query and key weights are permuted; the other weights stay the same.
+    RoPE of Llama rotates the pairs of channels (i, i + K/2), RoPE of llama2.c the pairs (2i, 2i +
+    1), K the width of a head. So the columns of each head of the query and key weights are
+    reordered: 0, 2, 4, ..., 1, 3, 5, ... The other weights stay the same.
 
     ValueError if the model is not a llama2.c model.
     """

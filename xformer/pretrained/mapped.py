@@ -45,8 +45,8 @@ class Tensor(NamedTuple):
     def read(self, dtype: str) -> np.ndarray:
         """The tensor as `dtype`: a read-only view of the file if that is its type, else a copy.
 
-        ValueError unless `dtype` is a floating-point type. PretrainedError if the tensor is not of
-        a floating-point type, or a number is too large for `dtype`.
+        ValueError unless `dtype` is a floating-point type of NumPy. PretrainedError if the tensor's
+        dtype is not one of `DTYPES` (integers, and FP8), or if a number is too large for `dtype`.
         """
         wanted = np.dtype(dtype)
         if wanted.kind != "f":
@@ -79,7 +79,10 @@ class Tensor(NamedTuple):
         self._let_go(self.start, self.end)
 
     def _raw(self) -> np.ndarray:
-        """The numbers as stored in the file. PretrainedError unless they are floating-point."""
+        """A flat read-only view of the file in the tensor's format: BF16 as uint16 bits.
+
+        PretrainedError if its dtype is not one of `DTYPES`; these do not include FP8.
+        """
         if self.dtype not in DTYPES:
             raise PretrainedError(
                 f"{self.path}: {self.name!r} must be one of {', '.join(DTYPES)} to be read as "

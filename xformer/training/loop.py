@@ -212,14 +212,17 @@ def evaluate(
     compiled: bool | None = None,
     world: World | None = None,
 ) -> float | None:
-    """The mean loss in nats over the targets of all batches, without dropout; None without batches.
+    """The mean loss in nats over the targets of all batches, without dropout.
 
     A segment memory is empty at first.
 
-    compiled: False: not compiled; otherwise compiled if the backend records programs
+    The result is None if the batches have no targets.
+
+    compiled: False: never. None or True: an `ArrayLoss` is compiled if the backend records programs
         (`Backend.records`)
-    world: processes that share the batches, and get the same bits as one process. ValueError for a
-        loss with a segment memory, whose batches cannot be shared.
+    world: all its processes call this with the same batches. Each computes every n-th batch, n the
+        number of processes, and all return the same bits as one process. ValueError for a loss with
+        a segment memory, whose batches cannot be shared.
     """
     world = world or Alone()
     _require_independent("evaluate", loss, world)

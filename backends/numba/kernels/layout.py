@@ -33,9 +33,9 @@ def program_of(*arrays: Any) -> Program:
 
 
 def order_of(x: Traced, inner: int = 0) -> Order:
-    """Return the axes of x sorted by stride, the longest first.
+    """Return the axes of x, those with the largest |stride| first.
 
-    inner: this number of last axes are not sorted and stay last.
+    inner: the last `inner` axes are not sorted. They keep their places at the end.
     """
     outer = x.ndim - inner
     by_stride = sorted(range(outer), key=lambda i: -abs(x.strides[i]))

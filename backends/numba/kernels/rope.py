@@ -93,9 +93,13 @@ def _with_dense_rows(x: Array) -> Array:
 def rotate(args: int, piece: int, pieces: int, memory: int) -> None:
     """Rotate a piece of the rows of x; a row is the K channels of one head and token.
 
-    outputs: y (rows, K); inputs: x, cos, sin. integers: sizes of the three outer axes in the order
-    of y, strides in bytes of x and then of the tables along these axes, K, R/2, whether pairs are
-    interleaved, whether to rotate back.
+    The first R of the K channels are rotated, the other K - R are copied.
+
+    args, piece, pieces, memory: see the module of `native`. args has:
+    outputs: y (rows, K), contiguous. inputs: x, cos, sin.
+    integers: the sizes of the three outer axes in the order of y; the strides of x, and then of the
+        tables, along these axes, in bytes; K; R/2; 1 if pairs are interleaved, else 0; 1 to rotate
+        back, else 0
     """
     a = words(args, 17)
     sizes, x_strides, table_strides, width, half = a[4:7], a[7:10], a[10:13], a[13], a[14]

@@ -149,7 +149,12 @@ class Code:
                     _run_python(group, memory)
 
     def _run_native(self, i: int, rows: Any, words: Any, rounds: int) -> None:
-        """Run native group i `rounds` times, and raise the error of a check that failed."""
+        """Execute group i, native instructions, `rounds` times; raise the error of a failed check.
+
+        rows: the records of its instructions for `execute`, with addresses filled in
+        words: the int64 words of the whole program: arguments of instructions, results of checks
+        If several checks of the group failed, the first one in program order raises.
+        """
         execute(rows, words, self.threads, rounds=rounds, blas=self._blas[i])
         for check in self._checks:
             failed, *span = words[check.word : check.word + len(NOTHING)]
