@@ -62,7 +62,10 @@ Reference = Callable[[Any], tuple[Any, Any]]
 
 
 def unsupported(x: Array) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why this kernel of an activation cannot run, or None if it can.
+
+    It needs x in float32 that is no constant of the program.
+    """
     return unrecordable(x)
 
 

@@ -45,7 +45,11 @@ def unsupported(
     eps: float,
     donate: bool = False,
 ) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `adam_update` cannot run, or None if it can.
+
+    It needs recorded arrays in float32, not all constants of the program. Gradients and moments
+    must have the shapes of their parameters.
+    """
     leaves = [*params, *grads, *m, *v]
     if not all(isinstance(x, Traced) and x.dtype == np.float32 for x in leaves):
         return "only float32"

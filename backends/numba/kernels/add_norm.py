@@ -16,7 +16,11 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, r: Array | None, params: NormParams, *, config: NormConfig) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `add_norm` cannot run, or None if it can.
+
+    It needs float32 arrays, not all constants of the program; eps inside the root; w and b with
+    the shape of the last axis of x; and no b for RMSNorm.
+    """
     if config.kind == "rms" and params.b is not None:
         return "RMSNorm has no bias"
     if not config.eps_inside:

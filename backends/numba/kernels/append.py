@@ -16,7 +16,11 @@ from xformer.typing import Array
 
 
 def unsupported(k: Array, v: Array, *, kv_cache: KVCache) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `append` cannot run, or None if it can.
+
+    It needs a static KV cache with an int64 scalar `write_index`, float32 arrays that are not all
+    constants of the program, and shapes of k and v that fit the cache.
+    """
     if kv_cache.write_index is None or kv_cache.k is None or kv_cache.v is None:
         return "the KV cache is not static"
     if kv_cache.write_index.dtype != np.int64 or kv_cache.write_index.shape:

@@ -29,7 +29,11 @@ COST = 16  # one angle takes the time of this number of elements of a simple loo
 
 
 def unsupported(positions: Array, *, config: RopeConfig, length: int, dtype: Any) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `cos_sin` cannot run, or None if it can.
+
+    It needs at least one position, int64 positions that are no constant of the program, and
+    float32 tables.
+    """
     if positions.is_constant:
         return "the positions are constant"
     if positions.dtype != np.int64 or dtype != np.float32:

@@ -33,7 +33,11 @@ def unsupported(
     targets: Array,
     **options: Any,
 ) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `cross_entropy` cannot run, or None if it can.
+
+    It needs float32 logits of at least one class. Logits and targets must not both be constants
+    of the program.
+    """
     if logits.dtype != np.float32 or logits.shape[-1] == 0:
         return "only float32, and at least one class"
     return None if program.of([logits, targets]) else "all arrays are constants"

@@ -19,7 +19,10 @@ from xformer.typing import Array
 
 
 def unsupported(table: Array, *, ids: Array) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `embedding` cannot run, or None if it can.
+
+    It needs a float32 table. Table and ids must not both be constants of the program.
+    """
     if table.dtype != np.float32:
         return "only float32"
     return None if program.of([table, ids]) else "all arrays are constants"

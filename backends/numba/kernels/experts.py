@@ -55,7 +55,11 @@ def unsupported(
     activation: str = "silu",
     trainable: bool = True,
 ) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `experts` cannot run, or None if it can.
+
+    It needs float32 arrays, an activation of `FORMULAS`, x and weights that are not both
+    constants of the program, and a matmul in NumPy's BLAS library.
+    """
     if activation not in FORMULAS:
         return f"no activation {activation!r}"
     if any(array.dtype != np.float32 for array in (w_gate, w_up, w_down)):

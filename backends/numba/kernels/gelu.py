@@ -18,7 +18,10 @@ FORMULA_OF = {"none": "gelu", "tanh": "gelu_tanh"}  # by `approximate`: the key 
 
 
 def unsupported(x: Array, *, approximate: str = "none") -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `gelu` cannot run, or None if it can.
+
+    It needs approximate "none" or "tanh", and x in float32 that is no constant of the program.
+    """
     return unrecordable(x) if approximate in FORMULA_OF else "only approximate none and tanh"
 
 

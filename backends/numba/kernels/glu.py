@@ -48,7 +48,10 @@ BLOCK = 2048  # elements: five blocks fit in a core's L1 cache
 
 
 def unsupported(gate: Array, up: Array, *, activation: str = "silu") -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `glu` cannot run, or None if it can.
+
+    It needs float32 arrays, not both constants of the program, and an activation of `FORMULAS`.
+    """
     return unrecordable(gate, up) if activation in FORMULAS else f"no activation {activation!r}"
 
 

@@ -16,7 +16,10 @@ from xformer.typing import Array
 
 
 def unsupported(logits: Array) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `greedy` cannot run, or None if it can.
+
+    It needs float32 logits (B, V) with B, V > 0 that are no constant of the program.
+    """
     if logits.ndim != 2 or 0 in logits.shape:
         return "logits are not (B, V) with B, V > 0"
     return unrecordable(logits)

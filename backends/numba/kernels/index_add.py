@@ -27,7 +27,10 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, y: Array, *, ids: Array) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `index_add` cannot run, or None if it can.
+
+    It needs x and y in float32. x, y and ids must not all be constants of the program.
+    """
     if x.dtype != np.float32 or y.dtype != np.float32:
         return "only float32"
     return None if program.of([x, y, ids]) else "all arrays are constants"

@@ -27,7 +27,10 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, *, eps: float = 1e-12) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `l2_normalize` cannot run, or None if it can.
+
+    It needs x in float32 that is no constant of the program.
+    """
     return unrecordable(x)
 
 

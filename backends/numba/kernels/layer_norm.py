@@ -43,7 +43,10 @@ FAR = np.float32(numpys.FAR**2)  # mean^2 / variance from which the mean is corr
 def unsupported(
     x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
 ) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `layer_norm` cannot run, or None if it can.
+
+    It needs float32 arrays, not all constants of the program, and eps inside the root.
+    """
     return unrecordable(x, w, b) if eps_inside else "eps is outside the root"
 
 

@@ -34,7 +34,10 @@ from xformer.typing import Array
 def unsupported(
     x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `linear` cannot run, or None if it can.
+
+    It needs float32 arrays, not all constants of the program, and a matmul in NumPy's BLAS library.
+    """
     arrays = [array for array in (x, w, b) if array is not None]
     if any(array.dtype != np.float32 for array in arrays):
         return "only float32"

@@ -49,7 +49,11 @@ def unsupported(
     trainable: bool = True,
     **options: Any,
 ) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `linear_cross_entropy` cannot run, or None if it can.
+
+    It needs float32 arrays, at least one class, a reduction other than "none", arrays and targets
+    that are not all constants of the program, and a matmul in NumPy's BLAS library.
+    """
     arrays = [x, w] if b is None else [x, w, b]
     if any(array.dtype != np.float32 for array in arrays) or w.shape[1] == 0:
         return "only float32, and at least one class"

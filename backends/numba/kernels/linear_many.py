@@ -16,7 +16,11 @@ from xformer.typing import Array
 def unsupported(
     x: Array, params: tuple[LinearParams | LoRAParams, ...], *, all_kept: bool = False
 ) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `linear_many` cannot run, or None if it can.
+
+    It needs at least one map, maps without LoRA, recorded arrays whose shapes fit, and for each
+    map what the kernel of `linear` needs.
+    """
     for linear in params:
         if not isinstance(linear, LinearParams):
             return "only maps without LoRA"

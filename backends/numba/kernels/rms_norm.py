@@ -40,7 +40,10 @@ from xformer.typing import Array
 def unsupported(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `rms_norm` cannot run, or None if it can.
+
+    It needs float32 arrays, not all constants of the program, and offset 0 if w is None.
+    """
     return "an offset without w" if w is None and offset != 0 else unrecordable(x, w)
 
 

@@ -27,7 +27,10 @@ FLOAT = 4  # bytes
 
 
 def unsupported(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `rope` cannot run, or None if it can.
+
+    It needs float32 arrays, not all constants of the program.
+    """
     return unrecordable(x, cos, sin)
 
 

@@ -45,7 +45,12 @@ def unsupported(
     mask: Array | None = None,
     **options: Any,
 ) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `sdpa` cannot run, or None if it can.
+
+    It needs float32 arrays that are not empty, and not all constants of the program; a
+    dropout_rate below 1 - 2^-33 if it is a float; a dropout_key whose step, if it is recorded, is
+    a single integer; and a matmul in NumPy's BLAS library.
+    """
     arrays = [x for x in (q, k, v, bias, sinks) if x is not None]
     if any(x.dtype != np.float32 for x in arrays):
         return "only float32"

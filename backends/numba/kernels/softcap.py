@@ -13,7 +13,10 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, *, cap: float) -> str | None:
-    """Return why the kernel cannot run, or None if it can."""
+    """Return why the numba kernel of `softcap` cannot run, or None if it can.
+
+    It needs x in float32 that is no constant of the program.
+    """
     return unrecordable(x)
 
 
