@@ -14,7 +14,12 @@ from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """Return the model of a configuration. A model without a head has a pooler if the file does."""
+    """Return the model of a configuration.
+
+    head: "masked-lm", "classifier", or "hidden", a model without a head
+    names: of the file's tensors; None: unknown. A "hidden" model has a pooler if a name contains
+        "pooler.", and if names is None.
+    """
     c.only("inner_group_num", 1)
     c.ignore("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks")
     config = bert.block(c, act="gelu_new", dropout=0.0, sizes=(4096, 64, 16384))
@@ -39,7 +44,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Yield the links of ALBERT's tensors."""
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`)."""
     yield from bert.embed_links("albert.embeddings")
     yield from linear("albert.encoder.embedding_hidden_mapping_in", "embed.project")
     for i in range(model.n_shared_layer_groups or 0):

@@ -13,7 +13,12 @@ from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """Return the model of a configuration. A model without a head has a pooler if the file does."""
+    """Return the model of a configuration.
+
+    head: "masked-lm", "classifier", or "hidden", a model without a head
+    names: of the file's tensors; None: unknown. A "hidden" model has a pooler if a name contains
+        "pooler.", and if names is None.
+    """
     # Keys of Google's Chinese and multilingual models; nothing reads them.
     unread = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head")
     c.ignore(*(f"pooler_{key}" for key in unread))
@@ -100,7 +105,12 @@ def classifier_dropout(c: Config, config: BlockConfig) -> float:
 
 
 def links(model: LanguageModel, name: str = "bert") -> Links:
-    """Yield the links of the encoder and of BERT's heads. name: the prefix of the tensors."""
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+
+    They are the tensors of the encoder and of the model's head: masked LM, classifier or pooler.
+
+    name: the prefix of the tensors of encoder and pooler
+    """
     yield from embed_links(f"{name}.embeddings")
     for i in range(len(model.blocks)):
         theirs, ours = f"{name}.encoder.layer.{i}", f"stack.blocks.{i}"
@@ -128,7 +138,7 @@ def links(model: LanguageModel, name: str = "bert") -> Links:
 
 
 def embed_links(theirs: str) -> Links:
-    """Yield the links of the embedding."""
+    """Yield the links of the embedding. theirs: the prefix of its tensors."""
     yield from same(f"{theirs}.word_embeddings.weight", "embed.table")
     yield from same(f"{theirs}.position_embeddings.weight", "embed.positions")
     yield from same(f"{theirs}.token_type_embeddings.weight", "embed.types")

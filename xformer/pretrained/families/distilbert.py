@@ -15,7 +15,11 @@ EPS = 1e-12
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """Return the model of a configuration."""
+    """Return the model of a configuration.
+
+    head: "masked-lm", "classifier", or "hidden", a model without a head or pooler
+    names: not used
+    """
     if head == "masked-lm":
         c.only("tie_word_embeddings", True)
     c.ignore("tie_weights_", "tie_word_embeddings", "qa_dropout")
@@ -50,7 +54,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Yield the links of DistilBERT's tensors."""
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`)."""
     embeddings = "distilbert.embeddings"
     yield from same(f"{embeddings}.word_embeddings.weight", "embed.table")
     yield from same(f"{embeddings}.position_embeddings.weight", "embed.positions")

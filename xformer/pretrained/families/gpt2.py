@@ -45,7 +45,10 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Yield the links. Weights of `Conv1D` are (I, O) in the file too."""
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+
+    Weights of `Conv1D` are (I, O) in the file too.
+    """
     yield from same("transformer.wte.weight", "embed.table")
     yield from same("transformer.wpe.weight", "embed.positions")
     for i in range(len(model.blocks)):

@@ -50,7 +50,10 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Yield the links. In the file, the queries, keys and values of a head are side by side."""
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+
+    In the file, the queries, keys and values of a head are side by side.
+    """
     yield from same("gpt_neox.embed_in.weight", "embed.table")
     for i, config in enumerate(model.blocks):
         theirs, ours = f"gpt_neox.layers.{i}", f"stack.blocks.{i}"

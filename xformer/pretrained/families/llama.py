@@ -129,7 +129,10 @@ def windows(c: Config, n_layers: int, sliding: Any, default: tuple[bool, ...]) -
 
 
 def links(model: LanguageModel) -> Links:
-    """Yield the links of all tensors that Llama or a family derived from it may have."""
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+
+    They are all tensors that Llama or a family derived from it may have.
+    """
     yield from same("model.embed_tokens.weight", "embed.table")
     for i in range(len(model.blocks)):
         yield from block_links(f"model.layers.{i}", f"stack.blocks.{i}")

@@ -64,7 +64,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Yield the links of all tensors."""
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`)."""
     yield from same("token_embedding", "embed.table")
     for i in range(len(model.blocks)):
         for theirs, ours in MAPS.items():

@@ -38,7 +38,10 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Yield the links. The names are Llama's, except for the experts."""
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+
+    The names are Llama's, except for the experts.
+    """
     yield from same("model.embed_tokens.weight", "embed.table")
     for i, config in enumerate(model.blocks):
         theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"

@@ -13,7 +13,12 @@ from xformer.pretrained.names import Links, linear, norm, same
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """Return the model of a configuration. A model without a head has a pooler if the file does."""
+    """Return the model of a configuration.
+
+    head: "masked-lm", "classifier", or "hidden", a model without a head
+    names: of the file's tensors; None: unknown. A "hidden" model has a pooler if a name contains
+        "pooler.", and if names is None.
+    """
     config = bert.block(c)
     top: Any = bert.pooler(names)
     if head == "masked-lm":
@@ -26,7 +31,10 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Yield the links. The names are BERT's, except for the heads."""
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+
+    The names are BERT's, except for the heads.
+    """
     if isinstance(model.head, MaskedLMHead):
         yield from linear("lm_head.dense", "head.dense")
         yield from norm("lm_head.layer_norm", "head.norm")

@@ -88,7 +88,10 @@ def block(c: Config) -> BlockConfig:
 
 
 def links(model: EncoderDecoder | LanguageModel) -> Links:
-    """Yield the links of an encoder-decoder, or of the encoder alone."""
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+
+    The model is an encoder-decoder, or the encoder alone.
+    """
     if isinstance(model, LanguageModel):
         yield from same("shared.weight", "embed.table")
         yield from stack_links("encoder", "stack", model.blocks)
