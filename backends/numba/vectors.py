@@ -66,7 +66,11 @@ def matrix_vector(w: int, step: int, x: Any, out: Any) -> None:
 
 @summing
 def _take_together(w: int, step: int, x: Any, out: Any) -> None:
-    """Compute out = w x for `SUMS` rows of w, which are read together."""
+    """Compute out = w x for the first `SUMS` rows of a float32 matrix, which are read together.
+
+    w: the address of the matrix; step: the number of float32 elements from one row to the next,
+    at least len(x)
+    """
     rows = floats(w, (SUMS, step))
     w0, w1, w2, w3 = rows[0], rows[1], rows[2], rows[3]
     y0 = y1 = y2 = y3 = ZERO

@@ -30,8 +30,8 @@ class Family(NamedTuple):
     """How the folders of a `model_type` are read and written.
 
     heads: architecture -> head: "lm", "masked-lm", "classifier", "hidden", ...
-    build: (configuration, head, names) -> model. head: a value of `heads`; names: of the file's
-        tensors, None if they are unknown
+    build: (configuration, head, names) -> model. head: a value of `heads`, "hidden" if there are
+        none; names: of the file's tensors, None if they are unknown
     links: model -> links (`names.Link`), which say which tensor of the file is which leaf of the
         model's parameters
     in_memory: model -> links of the tensors that have other names in memory in transformers 5
