@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "ops.md"
 OURS = (measured.REFERENCE, measured.KERNEL, measured.PROGRAM)
 TIMES = "op", "torch", "reference", "NumPy", "numba program"
+RATIO = "torch / fastest"
 LIBRARIES = "op", "NumPy", "`xf.compile`, numba", "CuPy", "torch", "JAX"
 LABELS = {"numpy": "NumPy", "numba": "numba", "cupy": "CUDA", "torch": "torch", "jax": "JAX"}
 
@@ -36,8 +37,8 @@ def page() -> str:
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     date, commit = result["date"][:10], result["commit"][:9]
     caption = f"Milliseconds. {machine(result)}, {date}, commit {commit}; {listed}."
-    rows = [[f"[{name}](#{name})", *cells(name, result)] for name in names()]
-    text = put(text, "times", f"{caption}\n\n{table(TIMES, rows)}")
+    rows = [[f"[{name}](#{name})", *cells(name, result), ratio(name, result)] for name in names()]
+    text = put(text, "times", f"{caption}\n\n{table((*TIMES, RATIO), rows)}")
     runs = [
         [f"[{name}](#{name})", *(who_runs(name, library) for library in LABELS)] for name in names()
     ]
@@ -173,8 +174,8 @@ def who_runs(name: str, library: str) -> str:
     return ", ".join(["kernel", *(f"+ {dtype}" for dtype in stored)])
 
 
-def cells(name: str, result: dict[str, Any]) -> list[str]:
-    """Milliseconds of torch and of ours, of which the least is bold."""
+def milliseconds(name: str, result: dict[str, Any]) -> dict[str, float]:
+    """The least milliseconds of an op, by contestant."""
     of_op: dict[str, float] = {}
     for contestant in result["rows"]:
         for work in (measured.BOTH, measured.FORWARD):
@@ -183,6 +184,19 @@ def cells(name: str, result: dict[str, Any]) -> list[str]:
                 break
     if not set(OURS) <= set(of_op):
         raise ValueError(f"{name}: the newest result lacks it: run `python -m benchmarks.ops`")
+    return of_op
+
+
+def ratio(name: str, result: dict[str, Any]) -> str:
+    """The time of torch over the least time of ours; empty if torch has no such function."""
+    of_op = milliseconds(name, result)
+    least = min(of_op[contestant] for contestant in OURS)
+    return f"{of_op[measured.PEER] / least:.2f}" if measured.PEER in of_op else ""
+
+
+def cells(name: str, result: dict[str, Any]) -> list[str]:
+    """Milliseconds of torch and of ours, of which the least is bold."""
+    of_op = milliseconds(name, result)
     least = min(of_op[contestant] for contestant in OURS)
     shown = {who: report.digits(ms) for who, ms in of_op.items()}
     ours = [f"**{shown[who]}**" if of_op[who] == least else shown[who] for who in OURS]

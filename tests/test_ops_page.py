@@ -33,8 +33,12 @@ def test_the_fastest_of_ours_is_bold() -> None:
     rows = re.findall(r"^\| \[\w+\].* \|$", times, re.MULTILINE)
     for row in rows:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
-        ours = [float(cell.strip("*")) for cell in cells[2:]]
+        ours = [float(cell.strip("*")) for cell in cells[2:5]]
         assert min(ours) in [float(cell.strip("*")) for cell in cells if "**" in cell], row
+        torch, ratio = cells[1], cells[5]
+        assert bool(torch) == bool(ratio), row
+        if torch:
+            assert float(ratio) == pytest.approx(float(torch) / min(ours), rel=0.02, abs=0.01), row
 
 
 def test_the_ops_with_single_calls_on_numba() -> None:
