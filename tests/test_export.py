@@ -302,6 +302,17 @@ def test_large_weights_are_in_a_file_of_their_own(
     for name, leaf in leaves.items():
         assert np.array_equal(onnx.numpy_helper.to_array(stored[name]), leaf)
     assert data.stat().st_size >= tree.nbytes(params)
+    # A file of weights is replaced, or deleted when it is not needed, if an export has written it.
+    export.onnx(model, params, path)
+    monkeypatch.undo()
+    assert export.onnx(model, params, path).files == (path,) and not data.exists()
+    data.write_bytes(b"weights of another program")
+    export.onnx(model, params, path)
+    monkeypatch.setattr(writing, "EXTERNAL", 1)
+    with pytest.raises(FileExistsError, match=r"llama.onnx.data exists, and no export has written"):
+        export.onnx(model, params, path)
+    assert data.read_bytes() == b"weights of another program"
+    assert np.array_equal(Session(path)(tokens=ids)["logits"], wanted)
 
 
 def test_fixed_sizes_have_smaller_graphs(tmp_path: Path) -> None:

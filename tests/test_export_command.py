@@ -91,7 +91,7 @@ def test_embeddings_by_the_settings_of_the_model(
 def test_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     command = "--model gpt --out step.onnx --step --optimiser sgd --clip 0 --weight-decay 0.1"
     out = ran(f"{command} --dropout-seed 3", capsys)
-    assert out.startswith("step.safetensors  ") and "\nstep.onnx  " in out
+    assert out.startswith("step.first.safetensors  ") and "\nstep.onnx  " in out
     for row in ("number    int64 ()", "params.*  ", "new.state.*"):
         assert row in out
     names = {x.name for x in onnx.load("step.onnx").graph.input}

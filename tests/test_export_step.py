@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from causal_models import ALL, CONFIGS, SIZES, T5_NAMES, V, causal, lively, seq2seq
 from exported import Session, distance, in_dtype, onnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import xformer as xf
-from xformer import export, optim, pretrained, tree
+from xformer import backends, export, optim, pretrained, training, tree
 from xformer.models import LanguageModel, Transformer
 
 GPT: dict[str, Any] = {"vocab_size": V, "n_layers": 2, "d_model": 12, "n_heads": 3, "max_len": 16}
@@ -175,7 +175,7 @@ def test_inputs_outputs_and_first_values(tmp_path: Path) -> None:
     params = in_dtype(model.init(), "float32")
     path = tmp_path / "step.onnx"
     written = export.onnx_step(model, params, path, dropout_seed=1)
-    values = tmp_path / "step.safetensors"
+    values = tmp_path / "step.first.safetensors"
     assert written.files == (values, path)
     assert values.stat().st_mode == path.stat().st_mode
     stored = load_file(values)
@@ -192,6 +192,33 @@ def test_inputs_outputs_and_first_values(tmp_path: Path) -> None:
     }
     assert written.outputs.keys() == {"loss", "norm", *(f"new.{name}" for name in stored)}
     onnx.checker.check_model(onnx.load(path), full_check=True)
+
+
+def test_the_parameters_of_the_model_beside_it_are_kept(tmp_path: Path) -> None:
+    """`--out RUN/model.onnx`: model.safetensors has the parameters, and must not be replaced."""
+    model = xf.GPT(**GPT)
+    params = model.init()
+    training.save(tmp_path, model, params, backends.get())
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    path, first = tmp_path / "model.onnx", tmp_path / "model.first.safetensors"
+    assert export.onnx_step(model, params, path).files == (first, path)
+    export.onnx_step(model, params, path, optimiser="sgd")  # replaces those of an export
+    assert "state.velocity.embed.table" in load_file(first)
+    assert all(file.read_bytes() == content for file, content in before.items())
+
+
+@pytest.mark.parametrize("content", ["parameters", "text", "nothing"])
+def test_a_file_of_another_origin_is_kept(content: str, tmp_path: Path) -> None:
+    model = xf.GPT(**GPT)
+    path, first = tmp_path / "step.onnx", tmp_path / "step.first.safetensors"
+    if content == "parameters":
+        save_file({"w": np.ones(2)}, first)
+    else:
+        first.write_text(content * (content == "text"))
+    before = first.read_bytes()
+    with pytest.raises(FileExistsError, match=r"step.first.safetensors exists, and no export"):
+        export.onnx_step(model, model.init(), path)
+    assert [*tmp_path.iterdir()] == [first] and first.read_bytes() == before
 
 
 # ---- Many steps in float32 ----

@@ -67,7 +67,8 @@ def onnx(
     max_len: the largest length; None: the model's context
 
     NotExported, a ValueError, names what has no ONNX graph; nothing is written then. ValueError for
-    other arguments, ImportError without the extra `onnx`.
+    other arguments, FileExistsError if `path` + ".data" exists and was not written by an export,
+    ImportError without the extra `onnx`.
     """
     require_onnx()
     file = require_path(path)

@@ -38,7 +38,7 @@ def onnx_step(
     The graph has the forward, the backward, clipping and the optimiser's step. It computes the same
     numbers as `model.loss`, its backward, `optim.clip_by_global_norm` and the optimiser on NumPy,
     up to rounding. The parameters are inputs and outputs. Their first values, and those of the
-    optimiser's state, are written to a file beside it, with .safetensors in place of .onnx.
+    optimiser's state, are written to a file beside it: to step.first.safetensors for step.onnx.
 
     Inputs, with dynamic sizes by name:
 
@@ -65,7 +65,8 @@ def onnx_step(
     max_len: the largest length; None: the model's context
 
     NotExported, a ValueError, names what has no ONNX graph; nothing is written then. ValueError for
-    other arguments, ImportError without the extra `onnx`.
+    other arguments, FileExistsError if the file of first values exists and was not written by an
+    export, ImportError without the extra `onnx`.
     """
     require_onnx()
     file = require_path(path)

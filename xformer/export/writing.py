@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import safetensors
 
 import xformer
 from xformer.arrays.onnx import Array, Graph, Node, NotExported, Size
@@ -17,7 +18,10 @@ from xformer.training.checkpoint import write_arrays
 
 OPSET, IR_VERSION = 18, 8  # ONNX Runtime reads them since 1.14
 EXTERNAL = 1 << 30  # bytes of weights from which they are in a file of their own; ONNX has 2^31
-ALIGNED = 4096  # a weight in that file begins at a multiple of so many bytes
+ALIGNED = 4096  # bytes; the offset of each weight in that file is a multiple of it
+# What tells the files beside a graph from files that no export has written.
+HEADER = b"weights of an ONNX file, written by xformer\n"  # the file of weights begins with it
+KEY = "xformer-onnx"  # in the metadata of the file of first values
 
 
 class Exported(NamedTuple):
@@ -60,13 +64,16 @@ def write(
     *,
     first: Mapping[str, np.ndarray] | None = None,
 ) -> Exported:
-    """Write the graph, atomically, after `onnx.checker` has checked it.
+    """Write the graph, after `onnx.checker` has checked it. Each file is complete, or absent.
 
     weights: inputs of the graph that become initializers, by name. If they have 1 GiB or more, they
         are written to a file beside it, with the name's end .onnx.data.
     about: metadata
-    first: first values of inputs, which are written to a file beside it, with .safetensors in place
-        of .onnx
+    first: first values of inputs, which are written to a file beside it, with the name's end
+        .first.safetensors in place of .onnx
+
+    FileExistsError if the file beside it exists and was not written by an export. Weights of an
+    earlier export that the new graph does not need are deleted.
     """
     import onnx
 
@@ -80,10 +87,16 @@ def write(
     weights = {name: w for name, w in weights.items() if name in used}
     is_external = sum(w.nbytes for w in weights.values()) >= EXTERNAL
     files = [path]  # last, when all that it needs is there
+    data = path.with_name(path.name + ".data")
     if is_external:
-        files.insert(0, path.with_name(path.name + ".data"))
+        files.insert(0, data)
     elif first is not None:
-        files.insert(0, path.with_suffix(".safetensors"))
+        files.insert(0, path.with_suffix(".first.safetensors"))
+    for file in files[:-1]:
+        if file.exists() and not _is_own(file):
+            raise FileExistsError(
+                f"onnx: {file} exists, and no export has written it; give the graph another name"
+            )
     with replacing(*files) as parts:
         if is_external:
             with parts[0].open("wb") as file:
@@ -93,8 +106,10 @@ def write(
                 onnx.numpy_helper.from_array(w, name) for name, w in weights.items()
             )
             if first is not None:
-                write_arrays(first, parts[0], files[0], {})
+                write_arrays(first, parts[0], files[0], {KEY: "first values"})
         parts[-1].write_bytes(proto.SerializeToString())
+    if not is_external and data.is_file() and _is_own(data):
+        data.unlink()
     types = {x.name: _type(x) for x in (*inputs, *proto.graph.output)}
     return Exported(
         tuple(files),
@@ -102,6 +117,18 @@ def write(
         {name: types[name] for name in outputs},
         len(proto.graph.node),
     )
+
+
+def _is_own(file: Path) -> bool:
+    """Whether an export has written this file beside a graph."""
+    if file.suffix == ".data":
+        with file.open("rb") as opened:
+            return opened.read(len(HEADER)) == HEADER
+    try:
+        with safetensors.safe_open(file, "np") as opened:
+            return KEY in (opened.metadata() or {})
+    except (safetensors.SafetensorError, OSError):
+        return False
 
 
 def _needed(graph: Graph, outputs: Mapping[str, Array]) -> list[Node]:
@@ -193,14 +220,15 @@ def _external(file: BinaryIO, weights: Mapping[str, np.ndarray], location: str) 
     """Write the weights to a file, and yield their descriptions."""
     import onnx
 
+    file.write(HEADER)
     for name, w in weights.items():
         file.write(bytes(-file.tell() % ALIGNED))
         dtype = onnx.helper.np_dtype_to_tensor_dtype(w.dtype)
         tensor = onnx.TensorProto(name=name, data_type=dtype, dims=w.shape)
         tensor.data_location = onnx.TensorProto.EXTERNAL
         nbytes = math.prod(w.shape) * w.dtype.itemsize
-        place = {"location": location, "offset": file.tell(), "length": nbytes}
-        for key, value in place.items():
+        about = {"location": location, "offset": file.tell(), "length": nbytes}
+        for key, value in about.items():
             tensor.external_data.add(key=key, value=str(value))
         file.write(np.ascontiguousarray(w).data)
         yield tensor
