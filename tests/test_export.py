@@ -220,6 +220,8 @@ def test_frequencies_that_change_with_the_length(scaling: str, tmp_path: Path) -
         ids = tokens(2, length)
         got = Session(path)(tokens=ids)["logits"]
         assert distance(got, model.forward(params, ids)[0]) < EXACT
+    with pytest.raises(Exception, match="out of data bounds"):  # it has other frequencies
+        Session(path)(tokens=tokens(2, 9))
     export.onnx(model, params, path, sizes={"length": 12})
     ids = tokens(2, 12)
     assert distance(Session(path)(tokens=ids)["logits"], model.forward(params, ids)[0]) < EXACT

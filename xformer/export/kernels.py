@@ -5,6 +5,7 @@ All other ops record their references.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from xformer import ops
@@ -14,6 +15,7 @@ from xformer.checks import in_range, require_ids
 from xformer.dispatch import kernel
 from xformer.layers import positions
 from xformer.layers.constant import constant
+from xformer.layers.rope_tables import cos_sin
 from xformer.ops.erf import ErfCache
 from xformer.ops.index_add import IndexAddCache
 from xformer.typing import Array
@@ -43,6 +45,26 @@ def _constant(like: Array, *, of: Any, args: tuple[Any, ...], dtype: Any = None)
     if size is not None:
         raise NotExported(f"onnx: the table {of.__name__} depends on a dynamic size")
     return constant.reference(like, of=of, args=args, dtype=dtype)
+
+
+def _any_length(position_ids: Array, *, config: Any, **_: Any) -> str | None:
+    graph = position_ids.graph
+    if graph is None or not graph.most or config.max_unscaled_len == math.inf:
+        return "the frequencies are the same for every length of the graph"
+    return None
+
+
+@kernel(cos_sin, "onnx", unsupported=_any_length)
+def _cos_sin(position_ids: Array, **options: Any) -> tuple[Array, Array]:
+    """Rows of a table up to the largest length: ONNX Runtime refuses longer texts.
+
+    They would have other frequencies, which the graph does not compute.
+    """
+    assert position_ids.graph is not None
+    rows = onnx_functions.arange(position_ids.graph.most)
+    cos, sin = cos_sin.reference(rows, **options)
+    take = onnx_functions.take
+    return take(cos, position_ids, axis=0), take(sin, position_ids, axis=0)
 
 
 def _known(x: Array, y: Array, *, ids: Array) -> str | None:
