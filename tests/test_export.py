@@ -199,10 +199,29 @@ def test_frequencies_that_are_fixed(scaling: str, options: Any, tmp_path: Path) 
     require_same(*rotary(scaling, **options), tmp_path / "model.onnx")
 
 
+@pytest.mark.parametrize("max_len", [3, 9, 15, 16, 17, 18, 30])
+def test_relative_bias_with_a_largest_length(max_len: int, tmp_path: Path) -> None:
+    """T5's table of buckets ends at 16 tokens, its max_distance."""
+    path = tmp_path / "model.onnx"
+    model, params = causal("relative bias")
+    export.onnx(model, params, path, max_len=max_len)
+    run = Session(path)
+    for length in (1, 2, max_len):
+        ids = tokens(2, length)
+        assert distance(run(tokens=ids)["logits"], model.forward(params, ids)[0]) < EXACT
+    pair, params = seq2seq("t5")
+    export.onnx(pair, params, path, max_len=max_len, mask=False)
+    run = Session(path)
+    for length in (1, 2, max_len):
+        ids, target = tokens(2, length), tokens(2, max_len)
+        got = run(src=ids, tgt=target)["logits"]
+        assert distance(got, pair.forward(params, ids, target)[0]) < EXACT
+
+
 LONG: dict[str, dict[str, Any]] = {
-    "dynamic": {"factor": 2.0, "max_len": 8},
+    "dynamic": {"factor": 2.0, "max_len": 12},
     "longrope": {
-        **{"original_max_len": 8, "factor": 2.0},
+        **{"original_max_len": 12, "factor": 2.0},
         **{"short_factor": (1.0, 1.5), "long_factor": (2.0, 3.0)},
     },
 }
@@ -212,21 +231,21 @@ LONG: dict[str, dict[str, Any]] = {
 def test_frequencies_that_change_with_the_length(scaling: str, tmp_path: Path) -> None:
     model, params = rotary(scaling, **LONG[scaling])
     path = tmp_path / "model.onnx"
-    with pytest.raises(NotExported, match=rf'"{scaling}" has other frequencies .* max_len=8'):
+    with pytest.raises(NotExported, match=rf'"{scaling}" has other frequencies .* max_len=12'):
         export.onnx(model, params, path)
     assert not path.exists()
-    export.onnx(model, params, path, max_len=8)
-    for length in (1, 8):
+    export.onnx(model, params, path, max_len=12)
+    for length in (1, 12):
         ids = tokens(2, length)
         got = Session(path)(tokens=ids)["logits"]
         assert distance(got, model.forward(params, ids)[0]) < EXACT
     with pytest.raises(Exception, match="out of data bounds"):  # it has other frequencies
-        Session(path)(tokens=tokens(2, 9))
-    export.onnx(model, params, path, sizes={"length": 12})
-    ids = tokens(2, 12)
+        Session(path)(tokens=tokens(2, 13))
+    export.onnx(model, params, path, sizes={"length": 16})
+    ids = tokens(2, 16)
     assert distance(Session(path)(tokens=ids)["logits"], model.forward(params, ids)[0]) < EXACT
     with pytest.raises(NotExported, match="the value of an array decides"):  # the longest text
-        export.onnx(model, params, path, sizes={"length": 12}, mask=True)
+        export.onnx(model, params, path, sizes={"length": 16}, mask=True)
 
 
 def test_positions_far_out_keep_their_precision(tmp_path: Path) -> None:

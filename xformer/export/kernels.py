@@ -13,7 +13,7 @@ from xformer.arrays import onnx_functions
 from xformer.arrays.onnx import NotExported, Size
 from xformer.checks import in_range, require_ids
 from xformer.dispatch import kernel
-from xformer.layers import positions
+from xformer.layers import positions, relative
 from xformer.layers.constant import constant
 from xformer.layers.rope_tables import cos_sin
 from xformer.ops.erf import ErfCache
@@ -30,7 +30,7 @@ def _in_range(ids: Array, *, size: int) -> bool:
 
 @kernel(constant, "onnx")
 def _constant(like: Array, *, of: Any, args: tuple[Any, ...], dtype: Any = None) -> Array:
-    """The reference's; of a table with a row for each position, the first rows of the longest."""
+    """The reference's; of a table for a dynamic length, the rows of the table for the longest."""
     size = next((a for a in args if isinstance(a, Size)), None)
     if of is positions._table:
         n_rows, width = args
@@ -42,6 +42,10 @@ def _constant(like: Array, *, of: Any, args: tuple[Any, ...], dtype: Any = None)
             )
         table = constant.reference(like, of=of, args=(n_rows, width), dtype=dtype)
         return table if size is None else table[:size, :]
+    if of is relative._buckets and size is not None:  # of the distances -size, ..., size
+        config, most = args[0], args[0].max_distance
+        table = constant.reference(like, of=of, args=(config, most), dtype=dtype)
+        return table[most - size : most + size + 1]
     if size is not None:
         raise NotExported(f"onnx: the table {of.__name__} depends on a dynamic size")
     return constant.reference(like, of=of, args=args, dtype=dtype)

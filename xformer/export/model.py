@@ -179,8 +179,8 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
         limit = None if embed is None or embed.max_len is None else embed.max_len - embed.offset
         if max_len is not None:
             (max_len,) = require_sizes("onnx", 1, max_len=max_len)
-            if limit is None:  # tables of distances have a power of two of rows
-                limit = 1 << (max_len - 1).bit_length()
+            if limit is None:
+                limit = _uncut(network, max_len)
             elif max_len > limit:
                 raise ValueError(f"onnx: max_len must be at most {limit}, got {max_len}")
             else:
@@ -195,3 +195,17 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
             f"tokens: give max_len={n}, or fix length with sizes"
         )
     return result
+
+
+def _uncut(network: Any, max_len: int) -> int:
+    """The smallest length from max_len on, where tables of distances do not change their kind.
+
+    One token less must have the same graph.
+    """
+    if isinstance(network, LanguageModel):
+        if network.blocks[0].attn.xl:  # its table has a power of two of rows
+            return 1 << (max_len - 1).bit_length()
+        biases = [network.relative_bias]
+    else:
+        biases = [network.encoder_relative_bias, network.decoder_relative_bias]
+    return max_len + any(bias is not None and bias.max_distance == max_len for bias in biases)
