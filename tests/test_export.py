@@ -346,6 +346,15 @@ def test_fixed_sizes_have_smaller_graphs(tmp_path: Path) -> None:
     assert distance(got, model.forward(params, ids)[0]) < EXACT
 
 
+def test_a_batch_has_no_largest_size(tmp_path: Path) -> None:
+    model, params = causal("gpt2")
+    path, ids = tmp_path / "gpt2.onnx", tokens(4096, 2)
+    wanted = model.forward(params, ids)[0]
+    for sizes in ({}, {"batch": 4096, "length": 2}):
+        export.onnx(model, params, path, sizes=sizes)
+        assert distance(Session(path)(tokens=ids)["logits"], wanted) < EXACT
+
+
 def test_parameters_of_any_library_and_frozen_ones(tmp_path: Path) -> None:
     model, params = causal("gpt2")
     path = tmp_path / "gpt2.onnx"

@@ -23,7 +23,7 @@ from xformer.shapes import FLOATING, dtype_name, require_array
 __all__ = ["NotExported", "onnx"]
 
 UNBOUNDED = 1 << 20  # tokens, for models of any length
-BATCH = 1 << 10
+BATCH = 1 << 10  # while recording; a run may have more
 LENGTHS = ("length", "source_length", "target_length")
 
 

@@ -26,7 +26,8 @@ def recorded(
 ) -> tuple[Graph, dict[str, Array]]:
     """The graph of `fn(inputs) -> outputs`, and its outputs by name.
 
-    largest: name of each size in the inputs' shapes -> its largest value
+    largest: name of each size in the inputs' shapes -> its largest value; of "batch", which has no
+        largest one, the value while recording
     sizes: the sizes that are fixed; the others are dynamic
 
     NotExported if fn cannot be recorded, or if its graph depends on the value of a dynamic size:
@@ -67,7 +68,7 @@ def _plain(n: int | str, fixed: Mapping[str, int]) -> int | str:
 def _fixed(name: str, n: Any, largest: Mapping[str, int]) -> int:
     require_one_of("onnx: sizes", name, largest)
     (n,) = require_sizes("onnx", 1, **{f"sizes[{name!r}]": n})
-    if n > largest[name]:
+    if n > largest[name] and name != "batch":
         raise ValueError(f"onnx: sizes[{name!r}] must be at most {largest[name]}, got {n}")
     return n
 
