@@ -355,6 +355,17 @@ def test_a_batch_has_no_largest_size(tmp_path: Path) -> None:
         assert distance(Session(path)(tokens=ids)["logits"], wanted) < EXACT
 
 
+@pytest.mark.parametrize("id", [-1, -3, -V, V])
+def test_ids_outside_the_vocabulary_are_refused(id: int, tmp_path: Path) -> None:
+    """ONNX alone would take negative ids from the end of the table."""
+    model, params = causal("gpt2")
+    export.onnx(model, params, tmp_path / "gpt2.onnx")
+    ids = tokens(2, 5)
+    ids[1, 2] = id
+    with pytest.raises(Exception, match="out of data bounds"):
+        Session(tmp_path / "gpt2.onnx")(tokens=ids)
+
+
 def test_parameters_of_any_library_and_frozen_ones(tmp_path: Path) -> None:
     model, params = causal("gpt2")
     path = tmp_path / "gpt2.onnx"

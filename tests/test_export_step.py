@@ -194,6 +194,24 @@ def test_inputs_outputs_and_first_values(tmp_path: Path) -> None:
     onnx.checker.check_model(onnx.load(path), full_check=True)
 
 
+@pytest.mark.parametrize("ignored", [None, -100])
+def test_targets_outside_the_vocabulary_are_refused(ignored: int | None, tmp_path: Path) -> None:
+    """-100 is an ignored target only if the loss says so."""
+    model, path = xf.GPT(**GPT), tmp_path / "step.onnx"
+    loss = {"ignore_index": ignored}
+    written = export.onnx_step(model, model.init(), path, loss=loss)
+    run, feeds = Session(path), feeds_of(written)
+    for id in (-100, -3, V):
+        targets = ids(2, 5)
+        targets[1, 2] = id
+        data = {"tokens": ids(2, 5), "targets": targets, "lr": np.asarray(LR, np.float32)}
+        if id == ignored:
+            assert np.isfinite(run(**feeds, **data)["loss"])
+        else:
+            with pytest.raises(Exception, match="Out of range value in index"):
+                run(**feeds, **data)
+
+
 def test_the_parameters_of_the_model_beside_it_are_kept(tmp_path: Path) -> None:
     """`--out RUN/model.onnx`: model.safetensors has the parameters, and must not be replaced."""
     model = xf.GPT(**GPT)

@@ -494,6 +494,7 @@ def _bound(at: int, n: int) -> int:
 @_folded
 def take(x: Array, ids: Array, /, *, axis: int | None = None) -> Array:
     axis = (axis or 0) % x.ndim
+    ids = _not_from_the_end(ids, x.shape[axis])
     shape = (*x.shape[:axis], *ids.shape, *x.shape[axis + 1 :])
     return _need(x, ids).emit("Gather", [x, ids], x.dtype, shape, axis=axis)
 
@@ -501,9 +502,15 @@ def take(x: Array, ids: Array, /, *, axis: int | None = None) -> Array:
 @_folded
 def take_along_axis(x: Array, ids: Array, /, *, axis: int = -1) -> Array:
     axis %= x.ndim
+    ids = _not_from_the_end(ids, x.shape[axis])
     common = _without(axis, x.shape, ids.shape)
     x, ids = (broadcast_to(a, (*common[:axis], a.shape[axis], *common[axis:])) for a in (x, ids))
     return _need(x, ids).emit("GatherElements", [x, ids], x.dtype, ids.shape, axis=axis)
+
+
+def _not_from_the_end(ids: Array, n: int) -> Array:
+    """The ids, but n for negative ones: ONNX counts those from the end, and refuses n."""
+    return ids if ids.value is not None else where(ids < 0, n, ids)
 
 
 def index_add(x: Array, ids: Array, y: Array) -> Array:
