@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_cap, require_sizes
@@ -55,8 +56,9 @@ class AttentionConfig:
         if self.scale is not None:
             number("attention", "scale", self.scale)
         window_of("attention", self.window)
-        if isinstance(self.window, list):
-            object.__setattr__(self, "window", tuple(self.window))  # so that it can be hashed
+        window: Any = self.window
+        if isinstance(window, list):
+            object.__setattr__(self, "window", tuple(window))  # so that it can be hashed
         if self.softcap is not None:
             require_cap("attention", self.softcap)
         if self.shaw_max_distance is not None:
