@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 from causal_models import ALL, CONFIGS, SIZES, T5_NAMES, V, causal, lively, seq2seq
 from exported import Session, distance, in_dtype, onnx
 from safetensors.numpy import load_file, save_file
 
 import xformer as xf
 from xformer import backends, export, optim, pretrained, training, tree
+from xformer.layers import EmbedConfig, ExpertsConfig
 from xformer.models import LanguageModel, Transformer
 
 GPT: dict[str, Any] = {"vocab_size": V, "n_layers": 2, "d_model": 12, "n_heads": 3, "max_len": 16}
@@ -135,6 +137,16 @@ def test_optimisers(name: str, tmp_path: Path) -> None:
 def test_options(config: Any, options: Any, tmp_path: Path) -> None:
     model = xf.GPT(**GPT | config)
     require_same(model, lively(model, 0), tmp_path / "step.onnx", **options)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_losses_of_experts(mask: bool, tmp_path: Path) -> None:
+    experts = ExpertsConfig(n_experts=3, top_k=2, d_ff=5)
+    block = block_config(d_model=12, n_heads=3, d_ff=8, experts=experts)
+    model = LanguageModel(
+        EmbedConfig(V, 12, 12, 16), (block,) * 2, router_z_weight=0.1, load_balancing_weight=0.1
+    )
+    require_same(model, lively(model, 0), tmp_path / "step.onnx", mask=mask)
 
 
 def test_frozen_parameters_are_inputs_only(tmp_path: Path) -> None:

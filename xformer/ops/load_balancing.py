@@ -76,7 +76,7 @@ def kept_rows(op: str, logits: Array, mask: Array | None) -> tuple[Array, Array]
     """
     xp = array_namespace(logits)
     if mask is None:
-        return logits, xp.full_like(logits[:, 0], 1 / max(logits.shape[0], 1))
+        return logits, xp.ones_like(logits[:, 0]) / max(logits.shape[0], 1)
     require_array(op, "mask", mask, "a boolean array")
     require_same_library(op, "mask", mask, logits)
     require_same_device(op, "mask", mask, logits)
