@@ -179,12 +179,9 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
         limit = None if embed is None or embed.max_len is None else embed.max_len - embed.offset
         if max_len is not None:
             (max_len,) = require_sizes("onnx", 1, max_len=max_len)
-            if limit is None:
-                limit = _uncut(network, max_len)
-            elif max_len > limit:
+            if limit is not None and max_len > limit:
                 raise ValueError(f"onnx: max_len must be at most {limit}, got {max_len}")
-            else:
-                limit = max_len
+            limit = min(_uncut(network, max_len), UNBOUNDED if limit is None else limit)
         result[name] = UNBOUNDED if limit is None else limit
     rotary: Any = getattr(network, "rotary", None)
     is_dynamic = rotary is not None and "length" not in (sizes or {})
