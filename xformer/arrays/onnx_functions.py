@@ -510,7 +510,7 @@ def take_along_axis(x: Array, ids: Array, /, *, axis: int = -1) -> Array:
 
 def _not_from_the_end(ids: Array, n: int) -> Array:
     """The ids, but n for negative ones: ONNX counts those from the end, and refuses n."""
-    return ids if ids.value is not None else where(ids < 0, n, ids)
+    return ids if ids.value is not None else where(less(ids, 0), n, ids)
 
 
 def index_add(x: Array, ids: Array, y: Array) -> Array:

@@ -92,10 +92,10 @@ def write(
         files.insert(0, data)
     elif first is not None:
         files.insert(0, path.with_suffix(".first.safetensors"))
-    for file in files[:-1]:
-        if file.exists() and not _is_own(file):
+    for side in files[:-1]:
+        if side.exists() and not _is_own(side):
             raise FileExistsError(
-                f"onnx: {file} exists, and no export has written it; give the graph another name"
+                f"onnx: {side} exists, and no export has written it; give the graph another name"
             )
     with replacing(*files) as parts:
         if is_external:
