@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +120,7 @@ def test_watch_returns_activations_and_their_gradients() -> None:
     dw = np.einsum("btd,bte->de", at.x, at.dy)
     assert np.allclose(grads.stack.blocks[1].attn.o.w, dw, rtol=1e-12, atol=1e-15)
     assert pickle.loads(pickle.dumps(at)).x.shape == (3, 8, 16)
+    assert type(at.node) is type(addresses.named(cache)[f"{ATTN}.o"])
 
 
 def test_the_input_of_a_block_is_that_of_its_first_op() -> None:
@@ -199,6 +203,40 @@ def test_edits_compose_and_never_change_the_cache() -> None:
         assert (name == f"{FFN}_norm.b") != np.array_equal(
             tree.flatten(once.backward())[name], tree.flatten(before)[name]
         )
+
+
+@pytest.mark.parametrize("name", [ATTN, f"{ATTN}.q", "head"])
+def test_an_edit_is_not_lost_in_a_copy(name: str) -> None:
+    edited = xf.edit(loss_of(), {name: zero})
+    for cache in (edited, edited._replace(**edited._asdict())):
+        with pytest.raises(TypeError, match="edit: an edited cache is neither copied nor pickled"):
+            copy.deepcopy(cache)
+        with pytest.raises(TypeError, match="edit: an edited cache is neither copied nor pickled"):
+            pickle.dumps(cache)
+    node: Any = addresses.named(edited)[name]
+    assert node._replace().edited
+    assert same(edited.backward(), edited._replace().backward())
+
+
+def test_nothing_outlives_the_backward() -> None:
+    """Without the garbage collector: activations and gradients are not in a cycle."""
+
+    def held(use: Callable[[Any], Any]) -> bool:
+        cache = loss_of()
+        x = weakref.ref(xf.watch(cache, ATTN)[1][ATTN].x)
+        dead = [weakref.ref(a) for a in tree.flatten(use(cache)).values()]
+        del cache
+        return x() is not None or any(a() is not None for a in dead)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert not held(lambda cache: cache.backward())
+        assert not held(lambda cache: xf.watch(cache, "*")[0])
+        assert not held(lambda cache: xf.edit(cache, {"*.attn": zero}).backward())
+        assert not held(lambda cache: xf.watch(xf.edit(cache, {"*": zero}, at="input"), "*")[0])
+    finally:
+        gc.enable()
 
 
 def test_replace() -> None:

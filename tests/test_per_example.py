@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -162,6 +163,23 @@ def test_sinks_and_experts_in_a_model() -> None:
         for i in range(3):
             _, one = model.loss(params, TOKENS[i : i + 1], TARGETS[i : i + 1])
             agree(found, i, tree.map(lambda g: g / 3, one.backward()))
+
+
+@pytest.mark.parametrize("how", ["activation_checkpointing", "reversible", "neither"])
+def test_layers_that_run_again_in_backward(how: str) -> None:
+    """Rules of layers, such as those of positions and of a bias alone, also hold for them."""
+    options: Any = {} if how == "neither" else {how: True}
+    qkv = xf.GPT(17, 2, 16, 2, 8, positions="learned", position_mode="qkv", **options)
+    block = block_config(16, 2, 8, reversible=how == "reversible")
+    block = replace(block, attn=replace(block.attn, output="bias"))
+    options.pop("reversible", None)
+    for model in (qkv, LanguageModel(EmbedConfig(17, 16, 16, 8), (block,) * 2, **options)):
+        params = model.init(seed=0, dtype="float64")
+        with xf.reference_only():
+            found = xf.per_example(model.loss(params, TOKENS, TARGETS)[1])
+            for i in range(3):
+                _, one = model.loss(params, TOKENS[i : i + 1], TARGETS[i : i + 1])
+                agree(found, i, tree.map(lambda g: g / 3, one.backward()))
 
 
 def test_frozen_parameters_do_not_count() -> None:

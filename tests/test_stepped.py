@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -135,6 +137,22 @@ def test_the_memory() -> None:
     assert peak("after") > 1.9
     assert peak("kept") < 1.35
     assert peak("donated") < 0.4
+
+
+def test_old_parameters_are_freed() -> None:
+    """Without the garbage collector."""
+    params = GPT.init(seed=0)
+    cache = cache_of(GPT, params)
+    old = [weakref.ref(a) for a in flat(params).values()]
+    gc.collect()
+    gc.disable()
+    try:
+        new = xf.stepped(cache, params, descent)
+        del params, cache
+        assert not any(a() is not None for a in old)
+    finally:
+        gc.enable()
+    assert len(flat(new)) == len(old)
 
 
 @only("numpy-readonly", "array-api-strict", "torch", "jax")

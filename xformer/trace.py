@@ -188,15 +188,14 @@ class _Recorder:
 
 def _recording(cache: Any, op: Op, call: int) -> Any:
     """A copy of `cache`, of a subclass of its type, whose backward is recorded within a trace."""
-    kind: Any = type(cache)
 
-    def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(before: Run, self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = observer()
         if not isinstance(recorder, _Recorder) or recorder.thread != threading.get_ident():
-            return kind.backward(self, *args, **kwargs)
-        return recorder.backward(op, call, kind.backward, self, *args, **kwargs)
+            return before(self, *args, **kwargs)
+        return recorder.backward(op, call, before, self, *args, **kwargs)
 
-    return with_methods(cache, backward=backward)
+    return with_methods(cache, {"backward": backward})
 
 
 def _arrays(nodes: dict[str, Any], *, with_sizes: bool = False) -> tuple[TracedArray, ...]:

@@ -8,8 +8,10 @@ Layers that share parameters have a name each.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from xformer.checks import did_you_mean
@@ -86,16 +88,69 @@ def replaced(fn: Callable[[str, Any], Any], cache: Any) -> Any:
     return _replaced(fn, cache, "", "")
 
 
-def with_methods(cache: Any, **methods: Any) -> Any:
-    """A copy of a cache, of a subclass of its type, with other methods: `backward(cache, *dy)`."""
-    kind: Any = type(cache)
+def with_methods(
+    cache: Any, methods: dict[str, Callable[..., Any]], *, edited: bool = False
+) -> Any:
+    """A copy of a cache, of a subclass of its type, with other methods of names in `METHODS`.
+
+    methods: name -> method(before, cache, *args), with before(cache, *args) the method so far
+    edited: whether the copy is another backward, which a pickle would lose
+    """
+    kind = _kind(type(cache))
+    copy: Any = kind._make(cache)
+    copy.methods = dict(getattr(cache, "methods", {}))
+    for name, method in methods.items():
+        before = copy.methods.get(name, getattr(kind.__base__, name))
+        copy.methods[name] = partial(method, before)
+    copy.edited = edited or is_edited(cache)
+    return copy
+
+
+def is_edited(cache: Any) -> bool:
+    """Whether `edit` has changed the backward of a node."""
+    return getattr(cache, "edited", False)
+
+
+METHODS = ("backward", "positions_backward", "again")
+
+
+@functools.cache
+def _kind(kind: Any) -> Any:
+    """The subclass of a type of caches whose methods belong to the instance.
+
+    There is one of each type: a class for each cache would be freed by the garbage collector only,
+    and the arrays that its methods hold with it.
+    """
+    if hasattr(kind, "edited"):
+        return kind
+
+    def of_instance(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **options: Any) -> Any:
+            return self.methods.get(name, getattr(kind, name))(self, *args, **options)
+
+        return functools.wraps(getattr(kind, name))(method)
+
+    def replace(self: Any, **parts: Any) -> Any:
+        new = kind._replace(self, **parts)
+        new.methods, new.edited = self.methods, self.edited
+        return new
 
     def reduce(self: Any) -> tuple[Any, ...]:
+        if self.edited:
+            raise TypeError(
+                f"edit: an edited cache is neither copied nor pickled, got {kind.__name__}"
+            )
         return kind._make, (tuple(self),)  # pickled as the cache itself
 
-    names = {"__slots__": (), "__module__": kind.__module__, "__doc__": kind.__doc__}
-    copy: Any = type(kind.__name__, (kind,), {"__reduce__": reduce} | methods | names)
-    return copy._make(cache)
+    body = {name: of_instance(name) for name in METHODS if hasattr(kind, name)}
+    body |= {"_replace": replace, "__reduce__": reduce, "methods": {}, "edited": False}
+    body |= {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), body)
+
+
+def with_parts(node: Any, parts: Iterable[Any]) -> Any:
+    """A copy of a NamedTuple with other parts, in order."""
+    return node._replace(**dict(zip(node._fields, parts, strict=True)))
 
 
 def is_node(part: Any) -> bool:
@@ -122,8 +177,7 @@ def _replaced(fn: Callable[[str, Any], Any], node: Any, name: str, above: str) -
             for field, part in zip(node._fields, node, strict=True)
         ]
         changed = any(new is not old for new, old in zip(parts, node, strict=True))
-        kind: Any = type(node)
-        node = kind._make(parts) if changed else node
+        node = with_parts(node, parts) if changed else node
     elif not hasattr(node, "_fields"):
         node = tuple(_part(fn, part, str(i), name, inside) for i, part in enumerate(node))
     return fn(name, node) if is_node(node) and name != above else node
@@ -184,7 +238,7 @@ _LABELS: dict[str, Callable[[Any], Labels]] = {
     "pooled.PooledCache": _always(hidden="", pooler="head"),
     "lm_head.LMHeadCache": _always(top=""),
     "heads.MaskedLMHeadCache": _always(top=""),
-    "heads.PooledCache": _always(linear=""),
+    "heads.PoolerTanhCache": _always(linear=""),
     "encoder_decoder.EncodeCache": _always(embed=_is("src_embed"), stack=_is("encoder")),
     "encoder_decoder.DecodeCache": _always(
         embed=_is("tgt_embed"), stack=_is("decoder"), head=_is("head")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import is_array_api_obj
 
-from xformer.backward.addresses import chosen, replaced, with_methods
+from xformer.backward.addresses import chosen, named, replaced, with_methods
 from xformer.checks import require_gradient, require_one_of
 from xformer.showing import short
 from xformer.typing import Array
@@ -56,19 +56,19 @@ def watch(cache: Any, pattern: str, *dys: Any) -> tuple[Any, dict[str, Watched]]
     ValueError for a pattern that matches no node.
     """
     (names,) = map(set, chosen("watch", cache, [pattern]).values())
+    nodes = named(cache)
     seen: dict[str, Watched] = {}
 
     def watched(name: str, node: Any) -> Any:
         if name not in names:
             return node
-        kind = type(node)
 
-        def backward(self: Any, *dys: Any) -> Any:
-            grads = kind.backward(self, *dys)
-            seen[name] = Watched(self, dys, grads)
+        def backward(before: Any, self: Any, *dys: Any) -> Any:
+            grads = before(self, *dys)
+            seen[name] = Watched(nodes[name], dys, grads)
             return grads
 
-        return with_methods(node, backward=backward)
+        return with_methods(node, {"backward": backward})
 
     grads = replaced(watched, cache).backward(*dys)
     return grads, {name: seen[name] for name in reversed(seen)}
@@ -102,7 +102,6 @@ def edit(cache: Any, edits: Mapping[str, Callable[[Array], Array]], *, at: str =
     def edited(name: str, node: Any) -> Any:
         if name not in fns:
             return node
-        kind = type(node)
 
         def changed(gradient: Any) -> Any:
             if not is_array_api_obj(gradient):
@@ -113,14 +112,14 @@ def edit(cache: Any, edits: Mapping[str, Callable[[Array], Array]], *, at: str =
                 gradient = new
             return gradient
 
-        def backward(self: Any, *dys: Any) -> Any:
+        def backward(before: Any, self: Any, *dys: Any) -> Any:
             if at == "output":
-                return kind.backward(self, *map(changed, dys))
-            grads = kind.backward(self, *dys)
+                return before(self, *map(changed, dys))
+            grads = before(self, *dys)
             first = changed(_first(grads))
             return (first, *grads[1:]) if _are_many(grads) else first
 
-        return with_methods(node, backward=backward, edited=True)
+        return with_methods(node, {"backward": backward}, edited=True)
 
     return replaced(edited, cache)
 

@@ -11,10 +11,19 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import tree
 from xformer.backward import rules
-from xformer.backward.addresses import UNFUSED, fused_op, is_node, kind_of, op_of, with_methods
-from xformer.backward.summands import Summands
+from xformer.backward.addresses import (
+    UNFUSED,
+    fused_op,
+    is_edited,
+    is_node,
+    kind_of,
+    op_of,
+    with_methods,
+    with_parts,
+)
+from xformer.backward.summands import Summands, value_of
 from xformer.checks import number, require_shape
-from xformer.dispatch import NoCache, Overridable, observed
+from xformer.dispatch import NoCache
 from xformer.shapes import require_like
 from xformer.showing import short
 from xformer.typing import Array
@@ -65,26 +74,13 @@ def per_example(cache: Any, *dys: Any) -> PerExample:
     a rule, and kernels that compute several layers at once or save too little.
     """
     n = _n_examples(cache, dys)
-
-    def observe(op: Overridable[..., Any], run: Any) -> Any:
-        """Ops that a backward calls, such as that of activation checkpointing."""
-        if not op.has_backward or op.__name__ in rules.PLAIN:
-            return run
-
-        def called(*args: Any, **options: Any) -> Any:
-            y, op_cache = run(*args, **options)
-            return y, _known(op_cache, n)
-
-        return called
-
     known = _known(cache, n)
     if n == 0:
         raise ValueError(
             "per_example: the number of examples is not known, or 0; a forward needs the gradient "
             "of its output"
         )
-    with observed(observe):
-        summands = known.backward(*dys)
+    summands = known.backward(*dys)
     grads = tree.map(lambda g: g.value if isinstance(g, Summands) else g, summands)
     norms = [g.squared_norms() for g in _gradients(summands)]
     if not norms:
@@ -107,22 +103,27 @@ def _known(node: Any, n: int) -> Any:
     """A copy of a cache whose backward returns `Summands` for the gradients of parameters."""
     if isinstance(node, NoCache):
         raise ValueError("per_example: the cache was made within inference(), which saves nothing")
-    if not isinstance(node, tuple) or getattr(node, "has_summands", False):
+    if not isinstance(node, tuple):
         return node
-    kind: Any = type(node)
     rule = _rule(node) if is_node(node) else None
     if is_node(node) and (_is_of_op(node) or _is_without_examples(node)):
         return node if rule is None else _with_rule(node, rule, n)
     parts = [_known(part, n) for part in node]
-    node = kind._make(parts) if hasattr(node, "_fields") else tuple(parts)
+    node = with_parts(node, parts) if hasattr(node, "_fields") else tuple(parts)
     if rule is not None:
         return _with_rule(node, rule, n)
     if is_node(node) and kind_of(node) == "embed.EmbedCache":
 
-        def backward(self: Any, dpos: Any) -> Any:
+        def backward(_: Any, self: Any, dpos: Any) -> Any:
             return self.table_backward(rules.summed_positions(dpos, self.pos_shape or ()))
 
-        return with_methods(node, positions_backward=backward)
+        return with_methods(node, {"positions_backward": backward})
+    if hasattr(node, "again"):  # the backward makes caches
+
+        def again(before: Any, self: Any, *args: Any) -> Any:
+            return _known(before(self, *args), n)
+
+        return with_methods(node, {"again": again})
     return node
 
 
@@ -132,7 +133,7 @@ def _rule(node: Any) -> rules.Rule | None:
     if fused_op(node) is not None:
         raise ValueError(f"per_example: a kernel of {op} ran; {UNFUSED}")
     rule = rules.OPS.get(op) if _is_of_op(node) else rules.LAYERS.get(kind_of(node))
-    if rule is not None and getattr(node, "edited", False):
+    if rule is not None and is_edited(node):
         raise ValueError(f"per_example: the node of {op} was edited; edit the layer around it")
     if op in rules.MIXED:
         raise ValueError(f"per_example: by {op}, the loss of an example depends on the others")
@@ -161,12 +162,10 @@ def _has_nodes(node: Any) -> bool:
 
 
 def _with_rule(node: Any, rule: rules.Rule, n: int) -> Any:
-    kind = type(node)
+    def backward(before: Any, self: Any, *dys: Any) -> Any:
+        return rule(node, dys, before(self, *map(value_of, dys)), n)
 
-    def backward(self: Any, *dys: Any) -> Any:
-        return rules.run(kind, self, rule, dys, n)
-
-    return with_methods(node, backward=backward, has_summands=True)
+    return with_methods(node, {"backward": backward})
 
 
 def _n_examples(cache: Any, dys: tuple[Any, ...]) -> int:

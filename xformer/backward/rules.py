@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
-from xformer.backward.summands import Each, Product, Summands, each_of, rows, value_of
+from xformer.backward.summands import Each, Product, Summands, each_of, rows
 from xformer.layers.linear import BiasParams
 from xformer.ops.sum_to import sum_to
 from xformer.typing import Array
@@ -210,9 +210,3 @@ PLAIN = {
     *("sigmoid", "silu", "softcap", "softmax", "tanh"),
 }
 MIXED = {"info_nce", "load_balancing"}  # the loss of an example depends on the others
-
-
-def run(kind: Any, cache: Any, rule: Rule, dys: tuple[Any, ...], n: int) -> Any:
-    """The gradients of a node by the backward of `kind`, with their summands by its rule."""
-    grads = kind.backward(cache, *map(value_of, dys))
-    return rule(kind._make(cache), dys, grads, n)

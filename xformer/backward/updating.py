@@ -44,14 +44,13 @@ def stepped(cache: Any, params: Tree, update: Update, *dys: Any, donate: bool = 
     def updated(name: str, node: Any) -> Any:
         if name not in parts:
             return node
-        kind = type(node)
 
-        def backward(self: Any, *dys: Any) -> Any:
-            dx, grads, *others = kind.backward(self, *dys)
+        def backward(before: Any, self: Any, *dys: Any) -> Any:
+            dx, grads, *others = before(self, *dys)
             new[name] = _updated(name, _at(params, name), grads)
             return dx, None, *others
 
-        return with_methods(node, backward=backward)
+        return with_methods(node, {"backward": backward})
 
     def _updated(name: str, old: Any, grads: Any) -> Any:
         changed = tree.join(old, update(name, tree.trained(old), grads))

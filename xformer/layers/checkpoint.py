@@ -64,12 +64,16 @@ class CheckpointCache(NamedTuple):
 
         drouter_logits: the gradient of an auxiliary loss on the router, if any.
         """
+        return self.again(dy).backward(dy, *drouter_logits)
+
+    def again(self, dy: Array) -> Any:
+        """The cache of the block, from a second forward."""
         x, params, memory, *rest = self.args
         x, memory, key = held(x, memory=memory, key=self.dropout_key, dy=dy)
         _, cache = block(
             x, params, memory, *rest, config=self.config, dropout_key=key, **self.options
         )
-        return cache.backward(dy, *drouter_logits)
+        return cache
 
 
 @overridable(backward=False)

@@ -49,19 +49,21 @@ class ChunkedCache(NamedTuple):
 
     def backward(self, dy: Array) -> tuple[Array, FeedForwardParams]:
         """Gradients of x and params. The gradient of params is the sum over the chunks."""
-        x, params, chunk_len, activation = self
+        x, _, chunk_len, _ = self
         require_gradient("feed_forward", "dy", dy, x)
         parts: list[Array] = []
         dparams: Any = None
         for chunk in _chunks(x, chunk_len):
             dpart = dy[..., chunk, :]
             part, _, _ = held(x[..., chunk, :], memory=None, key=None, dy=dpart)
-            _, cache = feed_forward(part, params, activation=activation)
-            dx, more = cache.backward(dpart)
-            del cache  # frees it before the next chunk runs
+            dx, more = self.again(part).backward(dpart)  # frees the cache before the next chunk
             parts.append(dx)
             dparams = more if dparams is None else tree.map(lambda a, b: a + b, dparams, more)
         return array_namespace(dy).concat(parts, axis=-2), dparams
+
+    def again(self, part: Array) -> Any:
+        """The cache of the network on one chunk, from a second forward."""
+        return feed_forward(part, self.params, activation=self.activation)[1]
 
 
 def _chunks(x: Array, chunk_len: int) -> Iterator[slice]:

@@ -20,6 +20,8 @@ from xformer.shapes import STORED, dtype_name
 from xformer.showing import short
 from xformer.typing import Array
 
+_Branch = Callable[[Array], tuple[Array, BranchCache]]
+
 
 def reversible(
     x: Array,
@@ -76,7 +78,7 @@ class _Network(NamedTuple):
 
     def branches(
         self, i: int, dropout_key: ops.RandomKey | None, kv_cache: KVCache | None = None
-    ) -> list[Callable[[Array], tuple[Array, BranchCache]]]:
+    ) -> list[_Branch]:
         """f and g of layer i."""
         config, key = self.configs[i], None if dropout_key is None else dropout_key.at(SITES * i)
         options: Any = {"config": config, "kv_cache": kv_cache, "dropout_key": key, **self.options}
@@ -123,8 +125,8 @@ class ReversibleCache(NamedTuple):
         for i in reversed(range(len(network.configs))):
             y1, _, key = held(y1, memory=None, key=key, dy=dy2)
             f, g = network.branches(i, key)
-            x2, dy1, ffn = _through(g, y1, y2, dy1, dy2)
-            x1, dy2, attn = _through(f, x2, y1, dy2, dy1)
+            x2, dy1, ffn = self._through(g, y1, y2, dy1, dy2)
+            x1, dy2, attn = self._through(f, x2, y1, dy2, dy1)
             y1, y2 = x1, x2  # the outputs of the block before
             dblock, *dshared = block_gradients(attn, ffn)
             which = network.order[i]
@@ -132,14 +134,17 @@ class ReversibleCache(NamedTuple):
             shared = dshared if shared is None else add(shared, dshared)
         return dy1 + dy2, tuple(dparams), *shared
 
+    def _through(
+        self, f: _Branch, x: Array, y: Array, dx: Array, dy: Array
+    ) -> tuple[Array, Array, tuple[Any, ...]]:
+        """Return z, the gradient of x, and the gradients of the parameters of f, for y = z + f(x).
 
-def _through(
-    f: Callable[[Array], tuple[Array, BranchCache]], x: Array, y: Array, dx: Array, dy: Array
-) -> tuple[Array, Array, tuple[Any, ...]]:
-    """Return z, the gradient of x, and the gradients of the parameters of f, for y = z + f(x).
+        dx: the gradient of x from its other uses
+        """
+        r, cache = self.again(f, x)
+        more, *grads = cache.backward(dy)
+        return y - r, dx + more, tuple(grads)
 
-    dx: the gradient of x from its other uses
-    """
-    r, cache = f(x)
-    more, *grads = cache.backward(dy)
-    return y - r, dx + more, tuple(grads)
+    def again(self, f: _Branch, x: Array) -> tuple[Array, Any]:
+        """f(x) and its cache, from a second forward."""
+        return f(x)
