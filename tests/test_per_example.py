@@ -151,6 +151,66 @@ def test_gram_and_explicit_products(length: int) -> None:
     assert np.allclose(xf.per_example(cache, dy).squared_norms, wanted, rtol=1e-13)
 
 
+def cancelling(dtype: str, seed: int) -> tuple[Any, Any]:
+    """Rows of x that are nearly equal, and of dy whose sum is 0, so that x^T dy is short."""
+    rng = np.random.default_rng(seed)
+    x = 10 * rng.normal(size=(1, 1, 256)) + 1e-3 * rng.normal(size=(2, 64, 256))
+    dy = 10 * rng.normal(size=(2, 64, 256))
+    dy -= dy.mean(axis=1, keepdims=True)
+    return x.astype(dtype), dy.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_norms_of_products_that_cancel(dtype: str) -> None:
+    x, dy = cancelling(dtype, 0)
+    w = np.zeros((256, 256), dtype)
+    found = xf.per_example(ops.linear(x, w)[1], dy)
+    wanted = np.sum((x.mT.astype("float64") @ dy.astype("float64")) ** 2, axis=(1, 2))
+    assert found.squared_norms == pytest.approx(wanted, rel=2e-3)
+    assert np.all(found.squared_norms >= wanted)
+    clipped = found.weighted((1 / np.sqrt(wanted)).astype(dtype))[1]
+    assert np.linalg.norm(found.clipped(1.0)[1] - clipped) <= 3e-3 * np.linalg.norm(clipped)
+    # Of a difference below the rounding of float64, the norm is too large and never too small.
+    x = 10 * np.ones((1, 64, 256)) + 1e-13 * np.random.default_rng(1).normal(size=(1, 64, 256))
+    found = xf.per_example(ops.linear(x, np.zeros((256, 256)))[1], dy[:1].astype("float64"))
+    assert found.squared_norms[0] >= np.sum((x[0].T @ dy[0].astype("float64")) ** 2) > 0
+
+
+@only("jax")
+def test_norms_without_float64(library: Backend) -> None:
+    """JAX as it begins: from the gradient of one example at a time, also of ids."""
+    import jax
+
+    x, dy = cancelling("float32", 0)
+    ids = np.random.default_rng(1).integers(0, 300, (2, 64))
+    with jax.enable_x64(False):
+        for cache, wanted in (
+            (ops.linear(library.asarray(x), library.asarray(np.zeros((256, 256), "f")))[1], x.mT),
+            (
+                ops.embedding(
+                    library.asarray(np.zeros((300, 256), "f")), ids=jax.numpy.asarray(ids)
+                )[1],
+                np.eye(300)[ids].mT,
+            ),
+        ):
+            norms = np.sum((wanted.astype("float64") @ dy.astype("float64")) ** 2, axis=(1, 2))
+            found = xf.per_example(cache, library.asarray(dy))
+            assert library.to_numpy(found.squared_norms) == pytest.approx(norms, rel=1e-2)
+
+
+def test_a_gradient_that_is_not_finite_is_never_whole() -> None:
+    _, cache = ops.linear(np.ones((3, 4, 5)), np.ones((5, 6)))
+    for wrong in (np.nan, np.inf):
+        dy = np.ones((3, 4, 6))
+        dy[1, 2, 3] = wrong
+        with np.errstate(invalid="ignore"):
+            found = xf.per_example(cache, dy)
+        with pytest.raises(
+            ValueError, match="per_example: the gradient of example 1 is not finite"
+        ):
+            found.clipped(1.0)
+
+
 def test_sinks_and_experts_in_a_model() -> None:
     """The router z-loss treats tokens one by one, so it is allowed; its mean is over all."""
     mixture = ExpertsConfig(n_experts=3, top_k=2, d_ff=5)

@@ -22,7 +22,7 @@ from xformer.backward.addresses import (
     with_parts,
 )
 from xformer.backward.summands import Summands, value_of
-from xformer.checks import number, require_shape
+from xformer.checks import in_range, number, require_shape
 from xformer.dispatch import NoCache
 from xformer.shapes import require_like
 from xformer.showing import short
@@ -34,7 +34,7 @@ class PerExample(NamedTuple):
     """The gradients of the examples of a batch, as `per_example` returns them."""
 
     grads: Any  # what cache.backward() returns: the sum over the examples, with the same bits
-    squared_norms: Array  # (B,), of the gradient of each example
+    squared_norms: Array  # (B,), of the gradient of each example; never too small by rounding
     summands: Any  # the tree of `grads` with `Summands` arrays: the factors of the gradients
 
     def weighted(self, weights: Array) -> Any:
@@ -49,12 +49,20 @@ class PerExample(NamedTuple):
         """The sum of the gradients g of the examples, each times min(1, max_norm / |g|).
 
         The clipping of DP-SGD (arXiv:1607.00133, algorithm 1), before noise is added.
+
+        ValueError for a norm that is infinite or NaN, where that is known without waiting for a
+        device; otherwise the result is not finite.
         """
         max_norm = number("per_example", "max_norm", max_norm, low=0)
         xp = array_namespace(self.squared_norms)
+        is_wrong = xp.astype(~xp.isfinite(self.squared_norms), xp.int32)
+        if not in_range(is_wrong, size=1):
+            raise ValueError(
+                f"per_example: the gradient of example {int(xp.argmax(is_wrong))} is not finite"
+            )
         norms = xp.sqrt(self.squared_norms)
-        longer = norms > max_norm
-        return self.weighted(xp.where(longer, max_norm / xp.where(longer, norms, 1.0), 1.0))
+        shorter = norms <= max_norm  # false for NaN, whose weight is NaN
+        return self.weighted(xp.where(shorter, 1.0, max_norm / xp.where(shorter, 1.0, norms)))
 
 
 def per_example(cache: Any, *dys: Any) -> PerExample:

@@ -110,10 +110,9 @@ class Summands:
         """(B,): the squared norm of each summand."""
         if any(isinstance(term, Each) or _is_small(term) for term in self.terms):
             return _over_batch(reduce(add, (_explicit(t, self.shape) for t in self.terms)) ** 2)
-        pairs = combinations_with_replacement(range(len(self.terms)), 2)
-        products: list[Any] = list(self.terms)
-        sums = [(1 if i == j else 2) * _inner(products[i], products[j]) for i, j in pairs]
-        return reduce(add, sums)
+        products = [term for term in self.terms if isinstance(term, Product)]
+        wide = _wide(self.value)
+        return _one_by_one(products, self.value) if wide is None else _by_rows(products, wide)
 
     def weighted(self, weights: Array) -> Array:
         """The sum of the summands, each times its weight, of `weights` (B,)."""
@@ -212,10 +211,56 @@ def _onehot(a: Array, size: int, term: Product) -> Array:
     return xp.astype(a[..., None] == every, other.dtype)
 
 
-def _inner(a: Product, b: Product) -> Array:
+def _wide(value: Array) -> Any:
+    """float64, or None: JAX has it only if the program has enabled it."""
+    xp = array_namespace(value)
+    dtypes = xp.__array_namespace_info__().dtypes(device=device(value), kind="real floating")
+    return dtypes.get("float64")
+
+
+def _one_by_one(products: list[Product], value: Array) -> Array:
+    """The squared norms (B,), from the summand of one example at a time."""
+    xp = array_namespace(value)
+    weight = xp.ones((1,), dtype=value.dtype, device=device(value))
+    norms = []
+    for i in range(products[0].dy.shape[0]):
+        ones = [Product(x[i : i + 1, ...], dy[i : i + 1, ...]) for x, dy in products]
+        norms.append(xp.sum(Summands(value, ones).weighted(weight) ** 2))
+    return xp.stack(norms)
+
+
+def _by_rows(products: list[Product], wide: Any) -> Array:
+    """The squared norms (B,) of sums of products, from the inner products of their rows.
+
+    These cancel where the summand is far shorter than its rows. So they are computed in the dtype
+    `wide`, float64, and the result is never too small: a bound of its rounding error is added, of
+    about 1e-12 times (sum of |row of x| |row of dy|)^2.
+    """
+    xp = array_namespace(products[0].dy)
+    dtype = products[0].dy.dtype
+    products = [Product(*(a if _is_ids(a) else xp.astype(a, wide) for a in p)) for p in products]
+    pairs = combinations_with_replacement(products, 2)
+    total = reduce(add, ((1 if a is b else 2) * _inner(a, b, wide) for a, b in pairs))
+    each = (_over_batch(_lengths(p.x, wide) * _lengths(p.dy, wide)) for p in products)
+    largest = reduce(add, each) ** 2
+    n_added = sum(math.prod(p.dy.shape[1:-1]) + _width(p.x) + _width(p.dy) for p in products)
+    return xp.astype(total + n_added * xp.finfo(wide).eps * largest, dtype)
+
+
+def _width(a: Array) -> int:
+    return 1 if _is_ids(a) else int(a.shape[-1])
+
+
+def _lengths(a: Array, dtype: Any) -> Array:
+    """(B, ..., N): the norms of rows (B, ..., N, D). Those of ids (B, N) are 1."""
+    xp = array_namespace(a)
+    return xp.ones_like(a, dtype=dtype) if _is_ids(a) else xp.sqrt(xp.sum(a * a, axis=-1))
+
+
+def _inner(a: Product, b: Product, dtype: Any) -> Array:
     """(B,): the inner products of the summands: <x^T dy, z^T dw> = <x z^T, dy dw^T>."""
     xp = array_namespace(a.dy)
-    grams = [xp.astype(_gram(x, z), b.dy.dtype) for x, z in ((a.x, b.x), (a.dy, b.dy))]
+    grams = [xp.astype(_gram(x, z), dtype) for x, z in ((a.x, b.x), (a.dy, b.dy))]
     return _over_batch(grams[0] * grams[1])
 
 
