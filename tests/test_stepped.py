@@ -178,6 +178,24 @@ def test_bad_input() -> None:
         xf.stepped(cache_of(GPT, params), params, lambda name, p, g: {"w": 1})
 
 
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        (lambda p: None, ValueError, r"\S+ is missing"),
+        (lambda p: p._replace(attn=None), ValueError, r"attn\.\S+ is missing"),
+        (lambda p: tree.map(lambda a: 0.0, p), TypeError, r"\S+ must be an array, got float"),
+        (lambda p: tree.map(np.float64, p), TypeError, r"\S+ must be float32, got float64"),
+        (lambda p: tree.map(lambda a: a[:1, ...], p), ValueError, r"\S+ must have shape"),
+    ],
+    ids=["none", "one missing", "numbers", "dtype", "shape"],
+)
+def test_wrong_results_of_the_update(result: Any, error: type[Exception], message: str) -> None:
+    params = GPT.init(seed=0)
+    for donate in (False, True):
+        with pytest.raises(error, match=rf"stepped: stack\.blocks\.2: the update of {message}"):
+            xf.stepped(cache_of(GPT, params), params, lambda name, p, g: result(p), donate=donate)
+
+
 def fused(params: Any) -> Any:
     """A cache of NumPy's kernel of `blocks`, as if there were several threads."""
     from xformer.backends.numpy.blocks import SharesCache

@@ -52,6 +52,8 @@ def chosen(what: str, cache: Any, patterns: Iterable[str]) -> dict[str, list[str
             hint = did_you_mean(pattern, nodes)
             if (op := _any_fused_op(cache)) is not None:
                 hint = f": a kernel of {op} ran; {UNFUSED}"
+            elif (kind := _any_run_again(cache)) is not None:
+                hint = f": layers within {kind} have no names, since they run again in backward"
             raise ValueError(f"{what}: {pattern!r} matches none of {len(nodes)} nodes{hint}")
     return found
 
@@ -76,6 +78,15 @@ def _any_fused_op(node: Any) -> str | None:
     if (op := fused_op(node)) is not None:
         return op
     return next((op for part in node if (op := _any_fused_op(part)) is not None), None)
+
+
+def _any_run_again(node: Any) -> str | None:
+    """The first type of the nodes of a cache whose backward makes caches."""
+    if not isinstance(node, tuple):
+        return None
+    if hasattr(node, "again"):
+        return type(node).__name__
+    return next((kind for part in node if (kind := _any_run_again(part)) is not None), None)
 
 
 def op_of(node: Any) -> str:

@@ -90,8 +90,9 @@ def edit(cache: Any, edits: Mapping[str, Callable[[Array], Array]], *, at: str =
     may be edited several times. `cache` stays as it is.
 
     ValueError for a pattern that matches no node, another `at`, and a function that returns another
-    shape; TypeError if it returns another dtype or no array. These of the function are raised by
-    the backward.
+    shape; TypeError if it returns another dtype or no array, and at "input" of a node that returns
+    gradients of parameters alone, such as that of an embedding. These of the function and of the
+    node are raised by the backward.
     """
     require_one_of("edit: at", at, ENDS)
     fns: dict[str, list[Callable[[Array], Array]]] = {}
@@ -116,7 +117,13 @@ def edit(cache: Any, edits: Mapping[str, Callable[[Array], Array]], *, at: str =
             if at == "output":
                 return before(self, *map(changed, dys))
             grads = before(self, *dys)
-            first = changed(_first(grads))
+            first = _first(grads)
+            if not is_array_api_obj(first):
+                raise TypeError(
+                    f'edit: {name}: at "input" needs a node that returns the gradient of an array '
+                    f"first, got {type(first).__name__}"
+                )
+            first = changed(first)
             return (first, *grads[1:]) if _are_many(grads) else first
 
         return with_methods(node, {"backward": backward}, edited=True)

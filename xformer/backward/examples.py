@@ -78,6 +78,7 @@ def per_example(cache: Any, *dys: Any) -> PerExample:
 
     Memory: x and dy of all linear layers are kept until the result is dropped.
 
+    ValueError for a batch without examples, whose clipped sum is zeros like the parameters.
     ValueError, with the name of what cannot be done: a loss that mixes the examples, an op without
     a rule, and kernels that compute several layers at once or save too little.
     """

@@ -7,6 +7,7 @@ from typing import Any
 
 from xformer import tree
 from xformer.backward.addresses import chosen, named, replaced, with_methods
+from xformer.optim._checks import require_matching
 from xformer.typing import Tree
 
 Update = Callable[[str, Any, Any], Any]  # (name, params, grads) -> new params, of one part
@@ -27,14 +28,16 @@ def stepped(cache: Any, params: Tree, update: Update, *dys: Any, donate: bool = 
     params: those of the forward
     update: called with the name of a part ("stack.blocks.3", "head", and "" for all the rest), its
         parameters and their gradients; returns the new parameters of the part. The rest is updated
-        after the backward; so are layers that share their parameters.
+        after the backward; so are layers that share their parameters. `optim.clip_by_global_norm`
+        within it clips each part by the norm of this part alone.
     dys: the arguments of `cache.backward`; none for a loss
     donate: the arrays of params are overwritten, if their library allows it, and must not be used
         otherwise any more; nor may the cache. Without it the old parameters stay in memory.
 
     Forward should run within `xf.unfused()` or `xf.reference_only()`, as for `watch`.
 
-    ValueError if the cache has no node for each layer.
+    ValueError if the cache has no node for each layer, and for an update that lacks a parameter or
+    has another shape; TypeError for one with another dtype, or of no arrays.
     """
     chosen("stepped", cache, ["*.blocks.0"])
     new: dict[str, Any] = {}
@@ -53,7 +56,10 @@ def stepped(cache: Any, params: Tree, update: Update, *dys: Any, donate: bool = 
         return with_methods(node, {"backward": backward})
 
     def _updated(name: str, old: Any, grads: Any) -> Any:
-        changed = tree.join(old, update(name, tree.trained(old), grads))
+        trained = tree.trained(old)
+        new = update(name, trained, grads)
+        changed = tree.join(old, new)
+        require_matching(f"stepped: {name or 'the rest'}", trained, new, "the update")
         return tree.map(_overwritten, old, changed) if donate else changed
 
     grads = replaced(updated, cache).backward(*dys)
