@@ -153,6 +153,15 @@ def test_reference_only_of_some_ops(op: Any) -> None:
     assert op(X)[0] == "kernel"
 
 
+def test_reference_only_of_a_name() -> None:
+    wrong: Any = "linear"
+    with (
+        pytest.raises(TypeError, match=r"reference_only: ops must be ops, .*, got 'linear'"),
+        xformer.reference_only(wrong),
+    ):
+        pass
+
+
 def test_explain(op: Any) -> None:
     assert xformer.explain(op, X).splitlines() == [
         "probe on numpy: the reference",

@@ -385,7 +385,13 @@ def _require_usable(name: str) -> None:
 
 @contextmanager
 def reference_only(*ops: Overridable[..., Any]) -> Iterator[None]:
-    """A context in which every op, or each of `ops`, runs its reference and no kernel."""
+    """A context in which every op, or each of `ops`, runs its reference and no kernel.
+
+    TypeError for what is no op, such as a name.
+    """
+    for op in ops:
+        if not isinstance(op, Overridable):
+            raise TypeError(f"reference_only: ops must be ops, such as xf.ops.linear, got {op!r}")
     every = _reference_only.set(not ops or _reference_only.get())
     chosen = _without_kernels.set((*_without_kernels.get(), *ops))
     try:
