@@ -169,6 +169,14 @@ def test_blocks_along_another_axis() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_negative_zero_stays_negative(name: str) -> None:
+    for key in (None, RandomKey(0)):
+        y = round_to(np.full(32, -0.0, np.float32), name, key=key)
+        assert not y.any()
+        assert np.signbit(y).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_stochastic_rounding_is_unbiased(name: str) -> None:
     """The mean of n roundings is x to 5 standard errors, and all are neighbours of x."""
     rng, n = np.random.default_rng(1), 4000

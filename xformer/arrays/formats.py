@@ -125,7 +125,7 @@ def _elements(x: Array, format: Format, key: RandomKey | None) -> Array:
         below = xp.floor(significand)
         bits = random_bits(x, key=key, size=math.prod(x.shape)) >> 8
         u = xp.reshape(xp.astype(bits, x.dtype), x.shape) * 2.0**-24
-        significand = below + xp.astype(u < significand - below, x.dtype)
+        significand = xp.where(u < significand - below, below + 1, below)  # keeps -0
     significand = significand / 2.0**format.bits
     if not format.saturates:
         unit = 2.0**-format.high  # keeps the product within the range of float32
