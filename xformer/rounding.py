@@ -29,8 +29,8 @@ def rounded(
     fn: returns a tree of arrays and other objects. Only what fn calls is rounded: the backward of a
         cache that it returns is not.
     format: "bfloat16", "float8_e5m2", "float8_e4m3" or "mxfp4" (`xformer.arrays.formats`)
-    key: None: to the nearest number. A key: stochastically. Each rounding draws its bits at a site
-        of its own, beginning at the site of the key, so a call gives the same bits as one before
+    key: None: to the nearest number. A key: stochastically. Each rounding draws its bits at
+        another site, beginning at the site of the key, so a call gives the same bits as one before
         it. Take a key for each step, `RandomKey(seed, step)`, with a seed that dropout does not
         have.
     matmuls_only: False: the arguments and all results are rounded. True: only the operands of

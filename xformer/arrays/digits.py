@@ -6,7 +6,7 @@
 - Floating arrays are `Precise` arrays; their dtype is called float64. Integers and booleans are
   plain NumPy arrays, so that random bits, indices and masks are those of float64.
 - Python's floats are taken as the exact values of their 53 bits. A constant of an op that is not
-  a sum of few powers of two, such as 1 / 3, therefore differs from what it stands for by 1e-17.
+  a sum of few powers of two, such as 1 / 3, therefore differs from its exact value by 1e-17.
 - `max` and `min` assume that there is no NaN.
 - The functions of the array API are NumPy's on arrays of objects, or MPFR's for single numbers.
 """

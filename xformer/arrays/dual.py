@@ -9,8 +9,7 @@ Walther, Evaluating Derivatives, 2008, chapter 3). `xformer.jvp` is the way to u
 - Other arrays and numbers are constants. Integers and booleans are always constants, and never
   `Dual` arrays.
 - Where a function has no derivative, a rule decides: abs'(0) = 0; of equal numbers, `max` and
-  `min` take the first, `maximum` and `minimum` their second argument. `kinks` records the calls
-  that met such a place.
+  `min` take the first, `maximum` and `minimum` their second argument. `kinks` records these calls.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _kinks: ContextVar[list[str] | None] = ContextVar("kinks", default=None)
 
 @contextmanager
 def kinks() -> Iterator[list[str]]:
-    """A context that yields a list of the functions that met a place without a derivative."""
+    """A context that yields a list of the functions called where they have no derivative."""
     met: list[str] = []
     token = _kinks.set(met)
     try:
