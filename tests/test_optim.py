@@ -252,7 +252,7 @@ def test_learning_rate_may_be_an_array(library: Backend) -> None:
 W = np.ones((2, 3))
 BAD_OPTIONS = {
     "negative lr": ("sgd", {"lr": -0.1}, "sgd: lr must lie in [0, inf], got -0.1"),
-    "NaN lr": ("adam", {"lr": float("nan")}, "adam: lr must lie in [0, inf], got nan"),
+    "NaN lr": ("adam", {"lr": float("nan")}, "adam: lr must be finite, got nan"),
     "infinite lr": ("adam", {"lr": float("inf")}, "adam: lr must be finite, got inf"),
     "infinite decay": (
         "adamw",

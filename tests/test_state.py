@@ -19,7 +19,8 @@ from xformer.backends import Backend
 from xformer.training import CheckpointError, State, read_state, write_state
 
 NUMPY = backends.get("numpy")
-ABOUT = {"model": {"name": "GPT", "n_layers": 2}, "data": "0f", "betas": [0.9, 0.95]}
+MODEL = {"name": "GPT", "n_layers": 2, "position_mode": "add"}
+ABOUT = {"model": MODEL, "data": "0f", "betas": [0.9, 0.95]}
 DTYPES = ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32", "float64")
 
 
