@@ -107,7 +107,8 @@ def with_methods(
     methods: name -> method(before, cache, *args), with before(cache, *args) the method so far
     edited: whether the copy is another backward, which a pickle would lose
     """
-    kind = _kind(type(cache))
+    plain: Any = type(cache)
+    kind = _kind(plain)
     copy: Any = kind._make(cache)
     copy.methods = dict(getattr(cache, "methods", {}))
     for name, method in methods.items():
@@ -153,7 +154,7 @@ def _kind(kind: Any) -> Any:
             )
         return kind._make, (tuple(self),)  # pickled as the cache itself
 
-    body = {name: of_instance(name) for name in METHODS if hasattr(kind, name)}
+    body: dict[str, Any] = {name: of_instance(name) for name in METHODS if hasattr(kind, name)}
     body |= {"_replace": replace, "__reduce__": reduce, "methods": {}, "edited": False}
     body |= {"__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), body)
