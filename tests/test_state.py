@@ -185,7 +185,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {"name": "GPT", "n_layers": 3}}, "of another run: model.n_layers is 2 there, 3"),
+        ({"model": MODEL | {"n_layers": 3}}, "of another run: model.n_layers is 2 there, 3"),
         ({"model": {"name": "GPT"}}, "model.n_layers is 2 there, absent here"),
         ({"data": "1e"}, 'data is "0f" there, "1e" here'),
         ({"seed": 1}, "seed is absent there, 1 here"),
