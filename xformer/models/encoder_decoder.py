@@ -332,7 +332,6 @@ class EncoderDecoder:
         )
         return y, saved(EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed))
 
-    @inference()
     def _require_decoder(self, params: EncoderDecoderParams) -> None:
         """ValueError unless params.decoder fits the configuration."""
         require_stack(
@@ -346,6 +345,7 @@ class EncoderDecoder:
             shared_memory=self.shared_memory,
         )
 
+    @inference()
     def init_state(
         self, params: EncoderDecoderParams, src: Array, *, src_mask: Array | None = None
     ) -> EncoderDecoderState:
