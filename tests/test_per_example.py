@@ -298,7 +298,7 @@ def test_on_every_library(library: Backend) -> None:
 def test_with_kernels(kernels: str) -> None:
     """Within `unfused` ops run kernels, whose caches have the same names of fields."""
     if kernels == "numba":
-        pytest.importorskip("numba", reason="numba is not installed")
+        pytest.importorskip("numba", reason="extra numba is not installed")
     for options in ({}, {"norm_placement": "post"}):
         model = xf.GPT(17, 2, 16, 2, 8, **options)
         params = model.init(seed=0)
