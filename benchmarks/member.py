@@ -23,7 +23,7 @@ MODELS = {
 }
 ACCUMULATE = 4  # batches a step, so that up to 4 processes can share them
 WARM = 2  # steps that are not counted
-CALLS = 7  # of a sum, of which the first is not counted
+CALLS = 7  # of a sum; the first is not counted
 
 
 def main(shape: str, n_steps: str, n_floats: str) -> int:

@@ -40,7 +40,7 @@ def vector_matrix(x: Any, w: int, step: int, out: Any) -> None:
 def _add_together(x: Any, w: int, step: int, out: Any) -> None:
     """Compute out += x w for the first `ROWS` rows of a float32 matrix, which are read together.
 
-    x: float32, at least `ROWS` elements, of which the first `ROWS` are used
+    x: float32, at least `ROWS` elements; the first `ROWS` are used
     w: the address of the matrix; a row has at least len(out) elements
     step: the number of float32 elements from one row to the next
     """
