@@ -1,4 +1,4 @@
-"""Small encoders of transformers: BERT, RoBERTa, DistilBERT, ALBERT, and what they are given."""
+"""Small encoders of transformers: BERT and what derives from it, and what they are given."""
 
 from __future__ import annotations
 
@@ -25,12 +25,28 @@ DISTILBERT: dict[str, Any] = {
     "hidden_dim": 20,
     "max_position_embeddings": 16,
 }
-ALBERT = SIZES | {"embedding_size": 5, "num_hidden_layers": 4}
+OWN = {  # of families that have other keys
+    "Albert": SIZES | {"embedding_size": 5, "num_hidden_layers": 4},
+    "DistilBert": DISTILBERT,
+    "MPNet": {key: n for key, n in SIZES.items() if key != "type_vocab_size"},
+}
+KINDS = {  # the names of transformers' classes -> model_type
+    "Albert": "albert",
+    "Bert": "bert",
+    "Camembert": "camembert",
+    "DistilBert": "distilbert",
+    "MPNet": "mpnet",
+    "Roberta": "roberta",
+    "XLMRoberta": "xlm-roberta",
+}
+# Their positions are counted over what is not pad_id; those of the others over all tokens.
+COUNTING = ("Camembert", "MPNet", "Roberta", "XLMRoberta")
+POOLED = [family for family in KINDS if family != "DistilBert"]
 MASKED, CLASSES = "ForMaskedLM", "ForSequenceClassification"
 
 
 def sizes_of(family: str) -> dict[str, Any]:
-    return {"DistilBert": DISTILBERT, "Albert": ALBERT}.get(family, SIZES)
+    return OWN.get(family, SIZES)
 
 
 def configured(family: str, changes: dict[str, Any]) -> Any:

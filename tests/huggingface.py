@@ -123,9 +123,16 @@ def judged(hf: Any, inputs: Values, output: str, keep: np.ndarray | None = None)
     y.backward(torch.tensor(dy))
     grads = {
         name: np.zeros(p.shape) if p.grad is None else p.grad.numpy().copy()
-        for name, p in hf.named_parameters()
+        for name, p in parameters_of(hf).items()
     }
     return Judged(y.detach().numpy(), dy, as_saved(grads))
+
+
+def parameters_of(hf: Any) -> dict[str, Any]:
+    """The parameters of transformers' model; a tied one has the name of the one it repeats."""
+    named = dict(hf.named_parameters())
+    tied = hf._tied_weights_keys or {}
+    return {name if (of := tied.get(name, name)) in named else of: p for name, p in named.items()}
 
 
 def as_saved(grads: Values) -> Values:
@@ -219,7 +226,7 @@ def rewritten(
 def on_meta(hf: type, config: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters of transformers' model, each tied one once."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in hf(config).named_parameters()}
+        return {name: tuple(p.shape) for name, p in parameters_of(hf(config)).items()}
 
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:

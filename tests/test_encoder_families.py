@@ -1,4 +1,4 @@
-"""BERT, RoBERTa, DistilBERT, ALBERT: what transformers computes, its gradients, its files."""
+"""BERT and what derives from it: what transformers computes, its gradients, its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from encoders import CLASSES, MASKED, T, batch, configured
+from encoders import CLASSES, COUNTING, KINDS, MASKED, POOLED, T, batch, configured
 from huggingface import Values, build, proof, transformers
 
 from xformer.pretrained.family import ACTIVATIONS
@@ -15,7 +15,7 @@ from xformer.pretrained.family import ACTIVATIONS
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("head", [MASKED, CLASSES, "Model"])
-@pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert", "Albert"])
+@pytest.mark.parametrize("family", KINDS)
 def test_heads(family: str, head: str, side: str | None, tmp_path: Path) -> None:
     config = configured(family, {"num_labels": 5})
     n_types = getattr(config, "type_vocab_size", 0)
@@ -27,7 +27,7 @@ def test_heads(family: str, head: str, side: str | None, tmp_path: Path) -> None
         given, _ = batch(config.pad_token_id, "right", n_types)
     elif family == "DistilBert":
         own["positions"] = np.arange(T)  # transformers has no way to give it positions
-    elif family != "Roberta":  # which counts over what is not pad_id; the others count over all
+    elif family not in COUNTING:
         given["position_ids"] = np.maximum(np.cumsum(keep, axis=1) - 1, 0)
     proof(
         build(getattr(transformers, family + head), config),
@@ -40,12 +40,13 @@ def test_heads(family: str, head: str, side: str | None, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("family", ["Bert", "Roberta", "Albert"])
+@pytest.mark.parametrize("family", POOLED)
 def test_pooler(family: str, side: str | None, tmp_path: Path) -> None:
     config = configured(family, {})
-    given, _ = batch(config.pad_token_id, side and "right", 3)  # as above: never on the left
-    same, keep = batch(config.pad_token_id, side, 3)
-    tokens, types = same["input_ids"], same["token_type_ids"]
+    n_types = getattr(config, "type_vocab_size", 0)
+    given, _ = batch(config.pad_token_id, side and "right", n_types)  # as above: never on the left
+    same, keep = batch(config.pad_token_id, side, n_types)
+    tokens, types = same["input_ids"], same.get("token_type_ids")
     proof(
         build(getattr(transformers, f"{family}Model"), config),
         tmp_path,
@@ -60,6 +61,7 @@ def test_pooler(family: str, side: str | None, tmp_path: Path) -> None:
 def names_of_activations() -> list[tuple[str, str]]:
     """Every name with BERT's masked head, which has it too; a few with the other families."""
     others = [("Roberta", "relu"), ("DistilBert", "relu"), ("Albert", "gelu"), ("Albert", "relu")]
+    others += [("MPNet", "relu")]
     return [("Bert", name) for name in ACTIVATIONS] + others
 
 
@@ -91,6 +93,9 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("Albert", {"num_hidden_groups": 4, "embedding_size": 12}),
     ("Albert", {"num_hidden_layers": 3, "num_hidden_groups": 3, "embedding_size": 29}),
     ("Albert", {"num_hidden_layers": 1, "layer_norm_eps": 0.1, "type_vocab_size": 1}),
+    ("XLMRoberta", {"pad_token_id": 4, "layer_norm_eps": 0.1, "type_vocab_size": 1}),
+    ("Camembert", {"pad_token_id": 4, "layer_norm_eps": 0.1, "type_vocab_size": 1}),
+    ("MPNet", {"pad_token_id": 4, "layer_norm_eps": 0.1, "max_position_embeddings": T + 2}),
 ]
 
 

@@ -10,7 +10,7 @@ from huggingface import build, transformers
 
 from xformer.pretrained.families import FAMILIES
 
-ENCODERS = {"albert": "Albert", "bert": "Bert", "distilbert": "DistilBert", "roberta": "Roberta"}
+ENCODERS = {kind: name for name, kind in encoders.KINDS.items()}
 KINDS = [kind for kind in FAMILIES if FAMILIES[kind].heads]  # the others are not transformers'
 
 

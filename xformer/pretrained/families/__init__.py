@@ -11,6 +11,7 @@ from xformer.pretrained.family import Family
 _ATTRIBUTES = {
     "albert": "albert.FAMILY",
     "bert": "bert.FAMILY",
+    "camembert": "camembert.FAMILY",
     "distilbert": "distilbert.FAMILY",
     "gemma2": "gemma2.FAMILY",
     "gpt2": "gpt2.FAMILY",
@@ -19,12 +20,14 @@ _ATTRIBUTES = {
     "llama2.c": "llama2c.FAMILY",
     "mistral": "mistral.FAMILY",
     "mixtral": "mixtral.FAMILY",
+    "mpnet": "mpnet.FAMILY",
     "nn.Transformer": "torch_nn.TRANSFORMER",
     "nn.TransformerEncoder": "torch_nn.ENCODER",
     "qwen2": "qwen2.FAMILY",
     "qwen3": "qwen3.FAMILY",
     "roberta": "roberta.FAMILY",
     "t5": "t5.FAMILY",
+    "xlm-roberta": "xlm_roberta.FAMILY",
 }
 
 

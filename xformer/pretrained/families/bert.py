@@ -72,24 +72,25 @@ def encoder(
 
     vocab_size: the family's default
     width: of the embedding; None: d_model
-    embed: further options of the embedding
+    embed: further options of the embedding; with n_types there is no key for it
     """
     c.only("position_embedding_type", "absolute")
     if isinstance(head, MaskedLMHead):
         c.only("tie_word_embeddings", True)
     c.ignore("tie_word_embeddings", "classifier_dropout", "classifier_dropout_prob")
     c.ignore("is_causal")  # only decoders use it
-    table = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1, default=vocab_size),
-        width=config.d_model if width is None else width,
-        d_model=config.d_model,
-        max_len=c.integer("max_position_embeddings", low=1, default=512),
-        positions="learned",
-        n_types=c.integer("type_vocab_size", default=2),
-        norm=config.norm,
-        dropout=config.dropout,
-        **embed,
-    )
+    options: dict[str, Any] = {
+        "vocab_size": c.integer("vocab_size", low=1, default=vocab_size),
+        "width": config.d_model if width is None else width,
+        "d_model": config.d_model,
+        "max_len": c.integer("max_position_embeddings", low=1, default=512),
+        "positions": "learned",
+        "norm": config.norm,
+        "dropout": config.dropout,
+    }
+    if "n_types" not in embed:
+        options["n_types"] = c.integer("type_vocab_size", default=2)
+    table = EmbedConfig(**options | embed)
     return LanguageModel(table, (config,) * layers(c, default=12), causal=False, head=head)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler
@@ -12,12 +13,15 @@ from xformer.pretrained.family import Family
 from xformer.pretrained.names import Links, linear, norm, same
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(
+    c: Config, head: str, names: Collection[str] | None, *, vocab_size: int
+) -> LanguageModel:
     """Return the model of a configuration.
 
     head: "masked-lm", "classifier", or "hidden", a model without a head
     names: of the file's tensors; None: unknown. A "hidden" model has a pooler if a name contains
         "pooler.", and if names is None.
+    vocab_size: the family's default
     """
     config = bert.block(c)
     top: Any = bert.pooler(names)
@@ -27,7 +31,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         rate = bert.classifier_dropout(c, config)
         top = Classifier(c.labels(), dense_dropout=rate, dropout=rate)
     offset = c.integer("pad_token_id", default=1) + 1
-    return bert.encoder(c, config, top, vocab_size=50265, offset=offset)
+    return bert.encoder(c, config, top, vocab_size=vocab_size, offset=offset)
 
 
 def links(model: LanguageModel) -> Links:
@@ -35,6 +39,14 @@ def links(model: LanguageModel) -> Links:
 
     The names are BERT's, except for the heads.
     """
+    yield from head_links(model)
+    for link in bert.links(model, "roberta"):
+        if model.head is None or isinstance(model.head, Pooler) or "head" not in link.ours[0]:
+            yield link
+
+
+def head_links(model: LanguageModel) -> Links:
+    """Yield the links of a masked LM head or a classifier."""
     if isinstance(model.head, MaskedLMHead):
         yield from linear("lm_head.dense", "head.dense")
         yield from norm("lm_head.layer_norm", "head.norm")
@@ -42,24 +54,29 @@ def links(model: LanguageModel) -> Links:
     elif isinstance(model.head, Classifier):
         yield from linear("classifier.dense", "head.dense")
         yield from linear("classifier.out_proj", "head.out")
-    for link in bert.links(model, "roberta"):
-        if model.head is None or isinstance(model.head, Pooler) or "head" not in link.ours[0]:
-            yield link
 
 
-FAMILY = Family(
-    heads={
-        "RobertaForMaskedLM": "masked-lm",
-        "RobertaForSequenceClassification": "classifier",
-        "RobertaModel": "hidden",
-    },
-    build=build,
-    links=links,
-    prefix="roberta.",
-    tied={
-        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
-        "lm_head.decoder.bias": "lm_head.bias",
-    },
-    buffers=bert.FAMILY.buffers,
-    unused=(r"roberta\.pooler\..*",),
-)
+def family(name: str, *, vocab_size: int) -> Family:
+    """Return the family whose architectures have names that begin with `name`.
+
+    vocab_size: its default
+    """
+    return Family(
+        heads={
+            f"{name}ForMaskedLM": "masked-lm",
+            f"{name}ForSequenceClassification": "classifier",
+            f"{name}Model": "hidden",
+        },
+        build=partial(build, vocab_size=vocab_size),
+        links=links,
+        prefix="roberta.",
+        tied={
+            "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+            "lm_head.decoder.bias": "lm_head.bias",
+        },
+        buffers=bert.FAMILY.buffers,
+        unused=(r"roberta\.pooler\..*",),
+    )
+
+
+FAMILY = family("Roberta", vocab_size=50265)
