@@ -122,6 +122,17 @@ def _attention(normal: Callable[..., np.ndarray]) -> Iterator[OpCall]:
     yield OpCall("lsh_attention", ops.lsh_attention, (q[:1], v[:1]), options)
     additive = (*(a[:, :, :128].copy() for a in short), normal(12, 64) / 8)
     yield OpCall("additive_attention", ops.additive_attention, additive, {"causal": True})
+    gates = -np.abs(normal(2, 12, 1024)), np.abs(normal(2, 12, 1024)) / 4
+    yield OpCall("gated_delta_rule", ops.gated_delta_rule, (q / 8, k / 8, v, *gates), {})
+    conv = normal(2, 1024, 768), normal(4, 768)
+    yield OpCall("causal_conv", ops.causal_conv, conv, {}, _depthwise)
+    yield OpCall("log_decay", ops.log_decay, (normal(2, 1024, 12), normal(12), normal(12)), {})
+
+
+def _depthwise(x: Any, w: Any) -> Any:
+    """torch's causal convolution of each channel. x: (B, T, C)   w: (L, C)"""
+    padded = _nn().pad(x.mT, (len(w) - 1, 0))
+    return _nn().conv1d(padded, w.T[:, None], groups=w.shape[1]).mT
 
 
 def _experts(rng: np.random.Generator, x: np.ndarray) -> Iterator[OpCall]:

@@ -139,6 +139,19 @@ CALLS = {
         },
         {"mask": numbers(2, 1, 3, 7) > 0},
     ),
+    "causal_conv": Call({"x": X, "w": numbers(4, 5), "before": numbers(2, 3, 5)}, {}),
+    "log_decay": Call({"x": X, "log_rate": numbers(5), "bias": numbers(5)}, {}),
+    "gated_delta_rule": Call(
+        {
+            "q": numbers(2, 2, 3, 5),
+            "k": numbers(2, 2, 3, 5),
+            "v": numbers(2, 4, 3, 7),
+            "log_decay": -abs(numbers(2, 4, 3)),
+            "beta": numbers(2, 4, 3),
+            "state": numbers(2, 4, 5, 7),
+        },
+        {},
+    ),
     "cross_entropy": Call({"logits": X}, {"targets": IDS}),
     "linear_cross_entropy": Call({"x": X, "w": numbers(5, 7), "b": numbers(7)}, {"targets": IDS}),
     "mse": Call({"x": X, "y": numbers(2, 3, 5)}, {}),
@@ -300,6 +313,7 @@ def test_options_do_not_widen_float32() -> None:
         "sdpa": {"scale": half, "softcap": half, "dropout_rate": half, "dropout_key": KEY},
         "shaw": {"scale": half, "dropout_rate": half, "dropout_key": KEY},
         "xl_attention": {"scale": half, "dropout_rate": half, "dropout_key": KEY},
+        "gated_delta_rule": {"scale": half},
         "cross_entropy": {"label_smoothing": half, "z_loss": half},
         "linear_cross_entropy": {"label_smoothing": half, "z_loss": half},
         "info_nce": {"scale": half},
@@ -526,6 +540,18 @@ EMPTY = {
             *((0, 4, 2, 3, 5, 6, 7), (2, 0, 1, 3, 5, 6, 7), (2, 4, 2, 0, 5, 6, 7)),
             *((2, 4, 2, 3, 0, 6, 7), (2, 4, 2, 3, 5, 0, 7), (2, 4, 2, 3, 5, 6, 0)),
             *((2, 4, 4, 0, 0, 6, 7), (2, 4, 1, 1, 5, 6, 7), (2, 4, 1, 5, 1, 6, 7)),
+        )
+    ],
+    "causal_conv": [
+        [(b, t, c), (n, c), (b, n - 1, c)]
+        for b, t, c, n in ((0, 3, 5, 4), (2, 0, 5, 4), (2, 3, 0, 4), (2, 3, 5, 1))
+    ],
+    "log_decay": [[(2, 0, 3), (3,), (3,)], [(2, 0), (0,), (0,)]],
+    "gated_delta_rule": [
+        [(b, g, t, k), (b, g, t, k), (b, h, t, m), (b, h, t), (b, h, t), (b, h, k, m)]
+        for b, h, g, t, k, m in (
+            *((0, 4, 2, 3, 5, 7), (2, 0, 1, 3, 5, 7), (2, 4, 2, 0, 5, 7)),
+            *((2, 4, 2, 3, 0, 7), (2, 4, 2, 3, 5, 0)),
         )
     ],
     "cross_entropy": [[(0, 5)], [(2, 0, 5)]],

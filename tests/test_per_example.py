@@ -105,7 +105,7 @@ def test_models_one_example_at_a_time(case: Case) -> None:
 
 LAYERS = ["linear", "attention", "feed_forward", "mixture", "norm", "block", "parallel", "residual"]
 OPS = ["embedding", "linear", "layer_norm", "rms_norm", "scale", "sdpa", "shaw", "xl_attention"]
-OPS += ["additive_attention", "experts"]
+OPS += ["additive_attention", "causal_conv", "experts", "log_decay"]
 # Without parameters, without a batch, or with a dy of several parts.
 OTHERS = ("frozen", "no w", "one sequence", "ready keys", "auxiliary", "one query", "no keys")
 OTHERS += ("x (5,)", "x (7,)", "x ()", "ids ()", "no rows")

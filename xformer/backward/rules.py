@@ -71,6 +71,34 @@ def embedding(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
     return Summands(grads, [Product(xp.broadcast_to(ids, dy.shape[:2]), dy)])
 
 
+def causal_conv(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
+    """The op's own backward, of one example at a time, gives dw."""
+    dx, dw, dbefore = grads
+
+    def make() -> Array:
+        one = [_example(cache, i, ("x", "before")) for i in range(n)]
+        each = [c.backward(dys[0][i : i + 1, ...])[1] for i, c in enumerate(one)]
+        return array_namespace(dys[0]).stack(each)
+
+    return dx, _each(dw, make), dbefore
+
+
+def _example(cache: Any, i: int, names: tuple[str, ...]) -> Any:
+    """The cache of example i alone, whose arrays `names` have a batch axis or are None."""
+    arrays = {name: getattr(cache, name) for name in names}
+    return cache._replace(**{k: a if a is None else a[i : i + 1, ...] for k, a in arrays.items()})
+
+
+def log_decay(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
+    """dlog_rate = sum of y * dy, dbias = sum of dx."""
+    dx, dlog_rate, dbias = grads
+    return (
+        dx,
+        _each(dlog_rate, lambda: _sum(rows(cache.y * dys[0], n))),
+        _each(dbias, lambda: _sum(rows(dx, n))),
+    )
+
+
 def scale(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
     """dalpha = sum of dy * x."""
     dx, dalpha = grads
@@ -183,10 +211,12 @@ def summed_positions(dpos: Any, shape: tuple[int, ...]) -> Any:
 
 OPS: dict[str, Rule] = {
     "additive_attention": attention,
+    "causal_conv": causal_conv,
     "embedding": embedding,
     "experts": experts,
     "layer_norm": layer_norm,
     "linear": linear,
+    "log_decay": log_decay,
     "rms_norm": layer_norm,
     "scale": scale,
     "sdpa": attention,
@@ -196,7 +226,8 @@ OPS: dict[str, Rule] = {
 LAYERS: dict[str, Rule] = {"linear.BiasCache": bias, "attention.HeadsCache": heads}
 # Ops without parameters that treat the rows of x one by one.
 PLAIN = {
-    *("cross_entropy", "dropout", "erf", "gelu", "glu", "index_add", "l2_normalize"),
+    *("cross_entropy", "dropout", "erf", "gated_delta_rule", "gelu", "glu", "index_add"),
+    "l2_normalize",
     *(
         "log_softmax",
         "lsh_attention",

@@ -47,6 +47,8 @@ def cases() -> Iterator[Case]:
         _lsh_attention,
         _additive_attention,
         _xl_attention,
+        _causal_conv,
+        _gated_delta_rule,
         _losses,
         _linear_losses,
         _experts,
@@ -345,6 +347,36 @@ def _xl_attention() -> Iterator[Case]:
         dropout_rate=0.3,
         dropout_key=KEY,
     )
+
+
+def _causal_conv() -> Iterator[Case]:
+    x, w = (2, 7, 3), (4, 3)
+    yield _op("causal_conv: before None", ops.causal_conv, x, w)
+    yield _op("causal_conv: before", ops.causal_conv, x, w, (2, 3, 3))
+    yield _op("causal_conv: one step", ops.causal_conv, (2, 1, 3), w, (2, 3, 3))
+    yield _op("causal_conv: one row of w", ops.causal_conv, x, (1, 3))
+    yield _op("log_decay: x (2, 5, 3)", ops.log_decay, (2, 5, 3), (3,), (3,))
+
+
+def _gated_delta_rule() -> Iterator[Case]:
+    def case(
+        note: str, t: int = 5, groups: int = 3, heads: int = 3, state: bool = False, **options: Any
+    ) -> Case:
+        def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
+            q, k = (rng.normal((2, groups, t, 7)) / 3 for _ in range(2))
+            v = rng.normal((2, heads, t, 11))
+            log_decay, beta = (rng.normal((2, heads, t)) for _ in range(2))
+            first = (rng.normal((2, heads, 7, 11)),) if state else ()
+            op = partial(ops.gated_delta_rule, **options)
+            return op, (q, k, v, -ops.sigmoid(log_decay)[0], ops.sigmoid(beta)[0], *first)
+
+        return Case("ops", f"gated_delta_rule: {note}", make)
+
+    yield case("one chunk")
+    yield case("one step", t=1, state=True)
+    yield case("2 value heads for each key head", heads=6)
+    yield case("chunks, the last one not full", t=11, chunk_len=4)
+    yield case("all options", t=7, groups=1, heads=2, state=True, scale=0.3, chunk_len=2)
 
 
 def _losses() -> Iterator[Case]:

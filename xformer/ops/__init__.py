@@ -6,11 +6,13 @@ from xformer.later import later
 
 if TYPE_CHECKING:
     from xformer.ops.additive_attention import additive_attention
+    from xformer.ops.causal_conv import causal_conv
     from xformer.ops.cross_entropy import cross_entropy
     from xformer.ops.dropout import dropout
     from xformer.ops.embedding import embedding
     from xformer.ops.erf import erf
     from xformer.ops.experts import experts
+    from xformer.ops.gated_delta_rule import gated_delta_rule
     from xformer.ops.gelu import gelu
     from xformer.ops.glu import glu
     from xformer.ops.index_add import index_add
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from xformer.ops.linear import linear
     from xformer.ops.linear_cross_entropy import linear_cross_entropy
     from xformer.ops.load_balancing import load_balancing
+    from xformer.ops.log_decay import log_decay
     from xformer.ops.log_softmax import log_softmax
     from xformer.ops.lsh_attention import lsh_attention
     from xformer.ops.mse import mse
@@ -43,11 +46,13 @@ if TYPE_CHECKING:
 __all__ = [
     "RandomKey",
     "additive_attention",
+    "causal_conv",
     "cross_entropy",
     "dropout",
     "embedding",
     "erf",
     "experts",
+    "gated_delta_rule",
     "gelu",
     "glu",
     "index_add",
@@ -57,6 +62,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "load_balancing",
+    "log_decay",
     "log_softmax",
     "lsh_attention",
     "mse",
@@ -82,11 +88,13 @@ later(
     __name__,
     activation="",
     additive_attention="additive_attention",
+    causal_conv="causal_conv",
     cross_entropy="cross_entropy",
     dropout="dropout",
     embedding="embedding",
     erf="erf",
     experts="experts",
+    gated_delta_rule="gated_delta_rule",
     gelu="gelu",
     glu="glu",
     index_add="index_add",
@@ -96,6 +104,7 @@ later(
     linear="linear",
     linear_cross_entropy="linear_cross_entropy",
     load_balancing="load_balancing",
+    log_decay="log_decay",
     log_softmax="log_softmax",
     lsh_attention="lsh_attention",
     mse="mse",
