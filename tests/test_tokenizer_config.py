@@ -60,6 +60,11 @@ def pieces(folder: Path) -> None:
     saved(folder, inner)
 
 
+def mpnet(folder: Path) -> None:
+    path = word_piece(folder) / "vocab.txt"
+    path.write_text("<s>\n<pad>\n</s>\n" + path.read_text() + "<mask>\n")
+
+
 def unigram(*specials: str) -> Maker:
     scores = [*((token, 0.0) for token in specials), ("▁", -2.0), ("▁hello", -3.0), ("ll", -4.0)]
     scores += [(letter, -5.0) for letter in "helodnta,!"]
@@ -75,6 +80,8 @@ def unigram(*specials: str) -> Maker:
 
 
 T5, ALBERT = ("<pad>", "</s>", "<unk>"), ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")
+XLM_ROBERTA = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+CAMEMBERT = ("<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED", "<s>", "</s>", "<mask>")
 MAKERS: dict[str, Maker] = {
     "bert": bert,
     "gpt2": bytes_of(*GPT2),
@@ -82,7 +89,10 @@ MAKERS: dict[str, Maker] = {
     "pieces": pieces,
     "t5": unigram(*T5),
     "albert": unigram(*ALBERT),
+    "xlm-roberta": unigram(*XLM_ROBERTA),
+    "camembert": unigram(*CAMEMBERT),
     "vocab.txt": word_piece,
+    "vocab.txt of MPNet": mpnet,
     "vocab.json": lambda folder: byte_level(folder, *GPT2),
     "vocab.json of RoBERTa": lambda folder: byte_level(folder, *ROBERTA),
 }
@@ -113,6 +123,7 @@ N = len(PIECES)
 OWN = {str(PIECES.index(f"[{name}]")): flags(f"[{name}]") for name in ("PAD", "UNK", "CLS", "SEP")}
 OWN[str(PIECES.index("[MASK]"))] = flags("[MASK]")
 LATER = {str(N): flags("XX", lstrip=True), str(N + 1): flags("lol", special=False)}
+LSTRIPPED = {"__type": "AddedToken", **flags("<mask>", lstrip=True)}
 SPACED = {"__type": "AddedToken", **flags("Q", lstrip=True)}
 FIRST = {"0": flags("<s>")}
 MAP = {"eos_token": flags("XX", rstrip=True), "additional_special_tokens": ["Q", "hello"]}
@@ -177,6 +188,24 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("albert", config("AlbertTokenizer")),
     ("albert", config("AlbertTokenizer", do_lower_case=False, keep_accents=True)),
     ("albert", config("AlbertTokenizerFast", add_prefix_space=False)),
+    ("bert", {"config": {"model_type": "electra"}}),
+    ("bert", {"config": {"model_type": "nomic_bert"}}),
+    *(
+        (kind, files)
+        for kind, name in (("xlm-roberta", "XLMRoberta"), ("camembert", "Camembert"))
+        for files in (
+            {"config": {"model_type": kind}},
+            config(f"{name}TokenizerFast", add_prefix_space=False),
+            config(f"{name}Tokenizer", mask_token="hello", additional_special_tokens=["XX"]),
+            config(f"{name}Tokenizer", cls_token="▁", sep_token="hello", eos_token="<unk>"),
+            config(f"{name}Tokenizer", mask_token=LSTRIPPED),
+        )
+    ),
+    ("xlm-roberta", config("XLMRobertaTokenizer") | {"config": {"model_type": "bert"}}),
+    ("vocab.txt of MPNet", config("MPNetTokenizer")),
+    ("vocab.txt of MPNet", config("MPNetTokenizer", do_lower_case=False, strip_accents=True)),
+    ("vocab.txt of MPNet", config("MPNetTokenizer", mask_token="hello", sep_token="<pad>")),
+    ("vocab.txt of MPNet", {"config": {"model_type": "mpnet"}}),
     ("vocab.txt", config(BERT, do_lower_case=False, additional_special_tokens=["XX"])),
     ("vocab.txt", config(BERT, pad_token="[NONE]") | {"added_tokens": {"XX": N}}),
     ("vocab.json", config("GPT2Tokenizer", add_bos_token=True, pad_token="[PAD]")),
@@ -230,7 +259,7 @@ def test_the_ids_are_those_of_transformers(
         ("bert", config("MyTokenizer", auto_map={"AutoTokenizer": ["a", "b"]}), "code for 'MyTok"),
         (
             "bert",
-            config("MPNetTokenizer", do_lower_case=False),
+            config("FunnelTokenizer", do_lower_case=False),
             "do_lower_case must be True, got Fa",
         ),
         ("gpt2", config(PLAIN, fix_mistral_regex=True), "fix_mistral_regex must be False"),
@@ -240,6 +269,9 @@ def test_the_ids_are_those_of_transformers(
             config(PLAIN, fast_tokenizer_files=["tokenizer.4.0.json"]),
             "fast_tokenizer_files",
         ),
+        ("t5", config("XLMRobertaTokenizer"), "unknown token must have id 3, tokenizer.json says"),
+        ("t5", config("CamembertTokenizer", unk_token="ll"), "unknown token must have id 5, token"),
+        ("bert", config("CamembertTokenizer"), "its model must be Unigram, got WordPiece"),
         ("t5", config("AlbertTokenizer"), "unknown token must have id 1, tokenizer.json says 2"),
         ("vocab.json", config(LLAMA), "tokenizer_class must be GPT2Tokenizer or RobertaTokenizer"),
     ],

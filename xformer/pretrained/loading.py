@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,7 @@ def _inspected(
         tensors.fetch(fetch)  # while models and a backend are imported
     family = _family(config, where)
     if config.get("architectures") or not family.heads:
+        config = _without_absent_head(family, config, tensors, where)
         network = model(config, names=tuple(tensors), where=where)
         matched = matched_links(family, network, tensors, str(root))
     else:
@@ -126,6 +128,29 @@ def _inspected(
     if getattr(network, "causal", True) and os.path.lexists(root / files.GENERATION):
         network = replace(network, generation_config=read_json(root / files.GENERATION))
     return network, tensors, matched
+
+
+def _without_absent_head(
+    family: Family, config: Mapping[str, Any], tensors: Any, where: str
+) -> Mapping[str, Any]:
+    """The configuration, of the bare model if the files have no tensor of their masked LM head.
+
+    sentence-transformers writes such folders: an encoder, with the architecture of the model from
+    which it was trained.
+    """
+    bare = next((name for name, head in family.heads.items() if head == "hidden"), None)
+    if bare is None or head_of(family, config, where) != "masked-lm":
+        return config
+    network, _ = _described(config, tuple(tensors), where)
+    of_head = (link for link in family.links(network) if link.ours[0].startswith("head."))
+    if any(name in tensors for link in of_head for name in link.theirs):
+        return config
+    warnings.warn(
+        f"{where}: the files have no tensors of the head of {config['architectures'][0]}; "
+        f"the model is a {bare}",
+        stacklevel=4,
+    )
+    return {**config, "architectures": [bare]}
 
 
 def _recognised(

@@ -162,13 +162,8 @@ def _gemma(inner: Any, config: Config) -> None:
 
 
 def _t5(inner: Any, config: Config) -> None:
-    t = package()
     _require_unknown(inner, config, 2)
-    spaces = {"replacement": SPACE, "prepend_scheme": "always", "split": True}
-    inner.pre_tokenizer = t.pre_tokenizers.Sequence(
-        [t.pre_tokenizers.WhitespaceSplit(), t.pre_tokenizers.Metaspace(**spaces)]
-    )
-    inner.decoder = t.decoders.Metaspace(**spaces)
+    _words(inner)
 
 
 def _t5_ends(inner: Any, config: Config) -> None:
@@ -194,17 +189,47 @@ def _albert(inner: Any, config: Config) -> None:
     if inner.normalizer is not None:
         steps.append(inner.normalizer)
     inner.normalizer = n.Sequence(steps)
-    scheme = "always" if config.flag("add_prefix_space", default=True) else "never"
-    spaces = {"replacement": SPACE, "prepend_scheme": scheme}
-    inner.pre_tokenizer = t.pre_tokenizers.Sequence(
-        [t.pre_tokenizers.WhitespaceSplit(), t.pre_tokenizers.Metaspace(**spaces)]
-    )
-    inner.decoder = t.decoders.Metaspace(**spaces)
+    _words(inner, spaced=config.flag("add_prefix_space", default=True))
 
 
 def _albert_ends(inner: Any, config: Config) -> None:
     if inner.post_processor is None:
         _bert_ends(inner, config)
+
+
+def _xlm_roberta(inner: Any, config: Config) -> None:
+    _require_unknown(inner, config, 3)
+    _words(inner, spaced=config.flag("add_prefix_space", default=True))
+
+
+def _camembert(inner: Any, config: Config) -> None:
+    unknown = content(config, "unk_token")
+    _require_unknown(inner, config, unknown and inner.token_to_id(unknown) or 0)
+    _words(inner, spaced=config.flag("add_prefix_space", default=True))
+
+
+def _xlm_roberta_ends(inner: Any, config: Config) -> None:
+    tokens = [with_id(inner, config, kind) for kind in ("bos_token", "eos_token")]
+    first, last = (name for name, _ in tokens)
+    inner.post_processor = package().processors.TemplateProcessing(
+        single=[first, "$A", last],
+        pair=[first, "$A", last, last, "$B", last],
+        special_tokens=tokens,
+    )
+
+
+def _not_used(config: Config) -> list[str]:
+    return [f"{token}NOTUSED" for token in ("<s>", "</s>", "<unk>")]
+
+
+def _words(inner: Any, *, spaced: bool = True) -> None:
+    """Split a text at its spaces. spaced: a word begins with one, also the first of a text."""
+    t = package()
+    spaces = {"replacement": SPACE, "prepend_scheme": "always" if spaced else "never"}
+    inner.pre_tokenizer = t.pre_tokenizers.Sequence(
+        [t.pre_tokenizers.WhitespaceSplit(), t.pre_tokenizers.Metaspace(**spaces)]
+    )
+    inner.decoder = t.decoders.Metaspace(**spaces)
 
 
 def _pairs(inner: Any, *, of_pieces: bool = False, unknown: str | None = None) -> None:
@@ -264,6 +289,11 @@ def _same(*kinds: str, token: str | None) -> dict[str, str | None]:
     return dict.fromkeys([f"{kind}_token" for kind in kinds], token)
 
 
+_ROBERTA = (
+    _same("bos", "cls", token="<s>")
+    | _same("eos", "sep", token="</s>")
+    | {f"{kind}_token": f"<{kind}>" for kind in ("unk", "pad", "mask")}
+)
 AROUND = (_bert_ends, _roberta_ends)  # post-processors that add [CLS] and [SEP] around a text
 
 KINDS = {
@@ -276,14 +306,10 @@ KINDS = {
     "GPT2Tokenizer": Kind(
         "BPE", _same("bos", "eos", "unk", token=END) | _same("pad", token=None), _byte_level
     ),
-    "RobertaTokenizer": Kind(
-        "BPE",
-        _same("bos", "cls", token="<s>")
-        | _same("eos", "sep", token="</s>")
-        | {f"{kind}_token": f"<{kind}>" for kind in ("unk", "pad", "mask")},
-        _byte_level,
-        _roberta_ends,
+    "MPNetTokenizer": Kind(
+        "WordPiece", _ROBERTA | {"unk_token": "[UNK]"}, _bert, _roberta_ends
     ),
+    "RobertaTokenizer": Kind("BPE", _ROBERTA, _byte_level, _roberta_ends),
     "GPTNeoXTokenizer": Kind(
         "BPE",
         _same("bos", "eos", "unk", token=END) | _same("pad", token="<|padding|>"),
@@ -316,4 +342,6 @@ KINDS = {
         _albert,
         _albert_ends,
     ),
+    "XLMRobertaTokenizer": Kind("Unigram", _ROBERTA, _xlm_roberta, _xlm_roberta_ends),
+    "CamembertTokenizer": Kind("Unigram", _ROBERTA, _camembert, _xlm_roberta_ends, _not_used),
 }

@@ -25,14 +25,19 @@ BY_ID = "added_tokens_decoder"
 REGISTERED = {
     "albert": "AlbertTokenizer",
     "bert": "BertTokenizer",
+    "camembert": "CamembertTokenizer",
     "distilbert": "BertTokenizer",
+    "electra": "BertTokenizer",
     "gemma2": "GemmaTokenizer",
     "gpt2": "GPT2Tokenizer",
     "gpt_neox": "GPTNeoXTokenizer",
+    "mpnet": "MPNetTokenizer",
+    "nomic_bert": "BertTokenizer",
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
     "roberta": "RobertaTokenizer",
     "t5": "T5Tokenizer",
+    "xlm-roberta": "XLMRobertaTokenizer",
 }
 GENERIC = ("mistral", "mixtral")  # only tokenizer.json is used, whatever class a file names
 FIXED = ("qwen2",)  # the registered class is used, whatever class a file names

@@ -158,14 +158,14 @@ def _byte_level(path: Path, config: Config) -> Built:
 
 
 def _word_piece(path: Path, config: Config) -> Built:
-    """WordPiece of BERT, from a file with one token a line; adds [CLS] and [SEP] around a text."""
-    _class(config, path.parent, "BertTokenizer")
+    """WordPiece of BERT or MPNet, from a file with one token a line."""
+    name = _class(config, path.parent, "BertTokenizer", "MPNetTokenizer") or "BertTokenizer"
     config.only("do_basic_tokenize", True)
     lines = read_text(path, PART_LIMIT).replace("\r\n", "\n").removesuffix("\n").split("\n")
     vocab = {token: i for i, token in enumerate(lines)}
     unknown = content(config, "unk_token") or "[UNK]"
     model = package().models.WordPiece(vocab, unk_token=unknown)
-    return _of_files(model, "BertTokenizer", config, "unk_token")
+    return _of_files(model, name, config, "unk_token")
 
 
 def _of_files(model: Any, name: str, config: Config, *needed: str) -> Built:
