@@ -43,6 +43,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         layers.BlockConfig,
         layers.AttentionConfig,
         layers.FeedForwardConfig,
+        layers.ExpertsConfig,
         layers.NormConfig,
         layers.EmbedConfig,
         models.LanguageModel,

@@ -232,10 +232,30 @@ def test_initial_weights(library: Backend) -> None:
     params = CONFIG.init(library.generator(0), 3)
     shapes = {name: tuple(a.shape) for name, a in tree.flatten(params).items()}
     assert shapes == {"router": (3, 5), "gate": (5, 3, 11), "up": (5, 3, 11), "down": (5, 11, 3)}
-    host = CONFIG.init(NUMPY.generator(0), 3)
-    for a, b in zip(params, host, strict=True):
-        assert np.array_equal(library.to_numpy(a), b)
-    assert np.unique(np.concatenate([a.ravel() for a in host])).size == 5 * (3 + 3 * 33)
+    host = tree.flatten(CONFIG.init(NUMPY.generator(0), 3))
+    for name, a in tree.flatten(params).items():
+        assert np.array_equal(library.to_numpy(a), host[name])
+    assert np.unique(np.concatenate([a.ravel() for a in host.values()])).size == 5 * (3 + 3 * 33)
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_the_shared_expert_is_added(library: Backend, gate: bool) -> None:
+    """Every token runs through it; the choice of the others does not change."""
+    config = layers.ExpertsConfig(5, 2, 11, d_shared=7, shared_gate=gate)
+    x, params = layer_inputs(library, config)
+    y, cache = layers.mixture(x, params, config=config)
+    chosen, without = layers.mixture(
+        x, params._replace(shared=None, shared_gate=None), config=CONFIG
+    )
+    assert np.array_equal(library.to_numpy(cache.ids), library.to_numpy(without.ids))
+    x, y, chosen, params = tree.map(library.to_numpy, (x, y, chosen, params))
+    shared = params.shared
+    wanted = (silu(x @ shared.gate.w) * (x @ shared.up.w)) @ shared.down.w
+    assert (params.shared_gate is not None) == gate
+    if gate:
+        assert params.shared_gate.shape == (3, 1)
+        wanted = wanted / (1 + np.exp(-x @ params.shared_gate))
+    assert np.allclose(y, chosen + wanted, rtol=1e-12, atol=1e-14)
 
 
 @only("jax")
@@ -261,6 +281,9 @@ def test_mixture_under_jit(library: Backend) -> None:
         ({"d_ff": -1}, ValueError, "d_ff must be an int of at least 1, got -1"),
         ({"normalise": "yes"}, TypeError, "normalise must be True or False, got 'yes'"),
         ({"activation": "sin"}, ValueError, "activation must be one of relu, "),
+        ({"d_shared": 0}, ValueError, "d_shared must be an int of at least 1, got 0"),
+        ({"shared_gate": 1}, TypeError, "shared_gate must be True or False, got 1"),
+        ({"shared_gate": True}, ValueError, "shared_gate needs d_shared"),
     ],
 )
 def test_bad_configurations(change: Any, error: type[Exception], message: str) -> None:
@@ -282,6 +305,8 @@ def test_mixture_says_what_does_not_fit(library: Backend) -> None:
     for name, wanted in (("gate", "(E, D, F) = (5, 3, 11)"), ("down", "(E, F, D) = (5, 11, 3)")):
         bad = getattr(params, name)[:4, ...]
         fails(f"mixture: {name} must be {wanted}, got shape {tuple(bad.shape)}", **{name: bad})
+    message = "mixture: shared_gate must be (D, 1) = (3, 1), got shape (3, 5)"
+    fails(message, shared_gate=params.router)
     y, cache = layers.mixture(x, params, config=CONFIG)
     with pytest.raises(ValueError, match=r"^mixture: dy must have shape "):
         cache.backward(y[:1, ...])
@@ -304,19 +329,21 @@ def float64_routers(monkeypatch: pytest.MonkeyPatch) -> None:
 def block_of(family: str, normalise: bool) -> Any:
     """A sparse block of transformers: E = 5, C = 2, D = 3, F = 11, random float64 weights."""
     import torch
-    from transformers import MixtralConfig, Qwen3MoeConfig
+    from transformers import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     sizes = {"hidden_size": 3, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    qwen = {"moe_intermediate_size": 11, "num_experts": 5, "norm_topk_prob": normalise}
     if family == "mixtral":
         config = MixtralConfig(intermediate_size=11, num_local_experts=5, **sizes)
         block = MixtralSparseMoeBlock(config)
+    elif family == "qwen2":
+        config = Qwen2MoeConfig(shared_expert_intermediate_size=7, **qwen, **sizes)
+        block = Qwen2MoeSparseMoeBlock(config)
     else:
-        config = Qwen3MoeConfig(
-            moe_intermediate_size=11, num_experts=5, norm_topk_prob=normalise, **sizes
-        )
-        block = Qwen3MoeSparseMoeBlock(config)
+        block = Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**qwen, **sizes))
     block = block.double()
     generator = torch.Generator().manual_seed(0)
     for p in block.parameters():
@@ -324,30 +351,44 @@ def block_of(family: str, normalise: bool) -> Any:
     return block
 
 
-def as_params(router: Any, gate_up: Any, down: Any) -> layers.ExpertsParams:
-    """(E, D), (E, 2F, D), (E, D, F) of transformers as ours."""
+def as_params(router: Any, gate_up: Any, down: Any, *shared: Any) -> layers.ExpertsParams:
+    """(E, D), (E, 2F, D), (E, D, F) of transformers as ours.
+
+    shared: gate, up and down of the shared expert, each (O, I), and its own gate (1, D)
+    """
     gate, up = gate_up[:, :11], gate_up[:, 11:]
-    return layers.ExpertsParams(router.T, *(np.swapaxes(w, 1, 2) for w in (gate, up, down)))
+    params = layers.ExpertsParams(router.T, *(np.swapaxes(w, 1, 2) for w in (gate, up, down)))
+    if not shared:
+        return params
+    gate, up, down = (layers.LinearParams(w.T, None) for w in shared[:3])
+    return params._replace(shared=layers.FeedForwardParams(up, down, gate), shared_gate=shared[3].T)
 
 
 @pytest.mark.parametrize(
-    ("family", "normalise"), [("mixtral", True), ("qwen3", True), ("qwen3", False)]
+    ("family", "normalise"),
+    [("mixtral", True), ("qwen3", True), ("qwen3", False), ("qwen2", True), ("qwen2", False)],
 )
 @pytest.mark.usefixtures("float64_routers")
 def test_mixture_is_transformers(family: str, normalise: bool) -> None:
     import torch
 
     block = block_of(family, normalise)
-    weights = (block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj)
+    weights = [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj]
+    options: dict[str, Any] = {}
+    if family == "qwen2":
+        shared = block.shared_expert
+        weights += [shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight]
+        weights += [block.shared_expert_gate.weight]
+        options = {"d_shared": 7, "shared_gate": True}
     x, dy = NUMPY.generator(0, "float64").normal((2, 2, 7, 3))
     x_torch = torch.tensor(x, requires_grad=True)
     y = block(x_torch)
     grads = torch.autograd.grad(y, (x_torch, *weights), torch.tensor(dy))
     wanted = {"y": y.detach().numpy(), "dx": grads[0].numpy()}
-    wanted |= as_params(*(g.numpy() for g in grads[1:]))._asdict()
+    wanted |= tree.flatten(as_params(*(g.numpy() for g in grads[1:])))
 
-    config = layers.ExpertsConfig(n_experts=5, top_k=2, d_ff=11, normalise=normalise)
+    config = layers.ExpertsConfig(5, 2, 11, normalise, **options)
     params = as_params(*(w.detach().numpy() for w in weights))
     y, cache = layers.mixture(x, params, config=config)
     dx, dparams = cache.backward(dy)
-    require_close({"y": y, "dx": dx, **dparams._asdict()}, wanted, FLOAT64)
+    require_close({"y": y, "dx": dx, **tree.flatten(dparams)}, wanted, FLOAT64)

@@ -25,6 +25,7 @@ def misfits() -> Iterator[tuple[BlockConfig, BlockConfig, str]]:
     """(a configuration, the configuration of the parameters, the part and what is said of it)."""
     gated = changed(PLAIN, activation="silu", gated=True)
     experts = changed(PLAIN, experts=ExpertsConfig(3, 2, 12))
+    shared = changed(PLAIN, experts=ExpertsConfig(3, 2, 12, d_shared=5, shared_gate=True))
     rms, xl = changed(PLAIN, norm="rms"), changed(PLAIN, xl=True)
     bare, scaled = changed(PLAIN, attn_norm=False), changed(PLAIN, residual_scale=0.0)
     yield UNBIASED, PLAIN, "attn.q.b must be None by config, got (8,)"
@@ -44,6 +45,8 @@ def misfits() -> Iterator[tuple[BlockConfig, BlockConfig, str]]:
     )
     yield PLAIN, experts, "ffn must be FeedForwardParams by config, got ExpertsParams"
     yield experts, PLAIN, "ffn must be ExpertsParams by config, got FeedForwardParams"
+    yield experts, shared, "ffn.shared must be None by config, got FeedForwardParams"
+    yield shared, experts, "ffn.shared must be FeedForwardParams by config, got None"
     yield rms, PLAIN, "attn_norm.b must be None by config, got (8,)"
     yield PLAIN, rms, "attn_norm.b must be (8,) by config, got None"
     yield PLAIN, bare, "attn_norm must be NormParams by config, got None"

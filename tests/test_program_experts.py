@@ -12,7 +12,7 @@ pytest.importorskip("numba", reason="needs extra numba")
 
 from programs import THREADS, judged, names, native_against_numpy, record, without_native
 
-from xformer import layers, ops
+from xformer import backends, layers, ops, tree
 from xformer.backends.numba.kernels import grouped
 from xformer.backends.numba.kernels.gemm import Pair
 from xformer.ops.activation import ACTIVATIONS
@@ -148,13 +148,16 @@ def test_ends_beyond_the_rows(wrong: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("threads", [*THREADS, 2])
 def test_a_layer_with_its_router(normalise: bool, threads: int) -> None:
-    config = layers.ExpertsConfig(n_experts=5, top_k=2, d_ff=44, normalise=normalise)
+    options: dict[str, Any] = {} if normalise else {"d_shared": 13, "shared_gate": True}
+    config = layers.ExpertsConfig(5, 2, 44, normalise, **options)
+    params = config.init(backends.get("numpy").generator(0), 24)
 
-    def fn(x: Any, dy: Any, dlogits: Any, *params: Any) -> list[Any]:
-        y, cache = layers.mixture(x, layers.ExpertsParams(*params), config=config)
+    def fn(x: Any, dy: Any, dlogits: Any, *leaves: Any) -> list[Any]:
+        given = tree.unflatten(params, dict(zip(tree.flatten(params), leaves, strict=True)))
+        y, cache = layers.mixture(x, given, config=config)
         dx, grads = cache.backward(dy, dlogits)
-        return [y, dx, *grads]
+        return [y, dx, *tree.flatten(grads).values()]
 
-    params = normal(24, 5), normal(5, 24, 44), normal(5, 24, 44, seed=1), normal(5, 44, 24)
-    arrays = [normal(3, 47, 24), normal(3, 47, 24, seed=1), normal(141, 5), *params]
+    drawn = (normal(*leaf.shape, seed=i) for i, leaf in enumerate(tree.flatten(params).values()))
+    arrays = [normal(3, 47, 24), normal(3, 47, 24, seed=1), normal(141, 5), *drawn]
     native_against_numpy(judged(fn, arrays, threads), arrays)

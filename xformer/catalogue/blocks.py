@@ -317,6 +317,8 @@ def _modern_block() -> Iterator[Case]:
     yield _blocks("block: OLMo 2", config=olmo, **turned)
     experts = layers.ExpertsConfig(n_experts=3, top_k=2, d_ff=11)
     yield _blocks("block: Mixtral", config=LLAMA | {"ffn": experts}, **turned)
+    qwen2 = layers.ExpertsConfig(3, 2, 11, normalise=False, d_shared=7, shared_gate=True)
+    yield _blocks("block: Qwen2-MoE", config=LLAMA | {"ffn": qwen2}, **turned)
     some: Options = {"attn": {"sinks": True, "o_bias": False}, "ffn": {"bias": False}}
     yield _blocks("block: sinks, biases", config=some)
     for output in ("bias", "none"):

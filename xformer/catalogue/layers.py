@@ -309,6 +309,8 @@ def _mixture() -> Iterator[Case]:
     yield case("2 of 3, relu", activation="relu")
     yield case("2 of 3, one sequence", batch=())
     yield case("2 of 3, auxiliary loss", _mixture_and_logits)
+    yield case("2 of 3, shared expert", d_shared=7)
+    yield case("2 of 3, shared expert with a gate", d_shared=7, shared_gate=True)
 
 
 def _relative_bias() -> Iterator[Case]:

@@ -143,6 +143,8 @@ def _feed_forward(blocks: Sequence[BlockConfig]) -> str:
         kind = f"width {block.ffn.d_ff:,}, {block.ffn.activation}"
         if isinstance(e := block.ffn, ExpertsConfig):
             kind = f"{e.n_experts} experts of {kind}, gated, {e.top_k} a token"
+            if e.d_shared is not None:
+                kind += f", and a shared one of width {e.d_shared:,}"
         elif e.gated:
             kind += ", gated"
         kinds.append(kind)

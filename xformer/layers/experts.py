@@ -11,7 +11,9 @@ from array_api_compat import array_namespace, device
 from xformer import ops
 from xformer.backends import Generator
 from xformer.checks import plain_numbers, require_gradient, require_sizes
+from xformer.dispatch import saved
 from xformer.initializers import Draw, normal
+from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams, linear
 from xformer.ops.activation import require_activation
 from xformer.shapes import require_array
@@ -27,6 +29,9 @@ class ExpertsConfig:
     normalise: whether the weights of a token's experts sum to 1. True: Mixtral (softmax over the
         chosen logits) and Qwen with norm_topk_prob (softmax over all logits, then the chosen ones
         normalised), which are the same function. False: Qwen without norm_topk_prob.
+    d_shared: the hidden width of an expert that every token runs through, beside the chosen ones.
+        None: there is no shared expert.
+    shared_gate: whether its output is multiplied by sigmoid(x w_shared_gate), as in Qwen2-MoE
     """
 
     n_experts: int
@@ -34,16 +39,23 @@ class ExpertsConfig:
     d_ff: int  # of one expert
     normalise: bool = True
     activation: str = "silu"
+    d_shared: int | None = None
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         plain_numbers(self)
         require_sizes("mixture", 1, n_experts=self.n_experts, top_k=self.top_k, d_ff=self.d_ff)
+        if self.d_shared is not None:
+            require_sizes("mixture", 1, d_shared=self.d_shared)
         if self.top_k > self.n_experts:
             raise ValueError(
                 f"mixture: top_k must be at most n_experts = {self.n_experts}, got {self.top_k}"
             )
-        if not isinstance(self.normalise, bool):
-            raise TypeError(f"mixture: normalise must be True or False, got {self.normalise!r}")
+        for name in ("normalise", "shared_gate"):
+            if not isinstance(got := getattr(self, name), bool):
+                raise TypeError(f"mixture: {name} must be True or False, got {got!r}")
+        if self.shared_gate and self.d_shared is None:
+            raise ValueError("mixture: shared_gate needs d_shared")
         require_activation("mixture", self.activation)
 
     def init(self, rng: Generator, d_model: int, *, draw: Draw = normal) -> ExpertsParams:
@@ -52,11 +64,18 @@ class ExpertsConfig:
         def each(shape: tuple[int, int]) -> Array:
             return rng.stack(lambda: draw(rng, shape), self.n_experts)
 
-        return ExpertsParams(
+        params = ExpertsParams(
             router=draw(rng, (d_model, self.n_experts)),
             gate=each((d_model, self.d_ff)),
             up=each((d_model, self.d_ff)),
             down=each((self.d_ff, d_model)),
+        )
+        if self.d_shared is None:
+            return params
+        shared = FeedForwardConfig(self.d_shared, self.activation, gated=True, bias=False)
+        return params._replace(
+            shared=shared.init(rng, d_model, draw=draw),
+            shared_gate=draw(rng, (d_model, 1)) if self.shared_gate else None,
         )
 
 
@@ -68,12 +87,17 @@ class ExpertsParams(NamedTuple):
     gate: Array  # (E, D, F)
     up: Array  # (E, D, F)
     down: Array  # (E, F, D)
+    shared: FeedForwardParams | None = None  # the shared expert, gated
+    shared_gate: Array | None = None  # (D, 1); None: the shared expert's output as it is
 
 
 def mixture(
     x: Array, params: ExpertsParams, *, config: ExpertsConfig
 ) -> tuple[Array, MixtureCache]:
     """y = sum of weight * expert(x) over the top_k experts by logits = x w_router.
+
+    With params.shared, y + shared(x), or y + sigmoid(x w_shared_gate) * shared(x) if there is a
+    shared_gate.
 
     Mixtral (arXiv:2401.04088, eq. 1 to 3) and Qwen-MoE: see `ExpertsConfig.normalise`. Among equal
     logits, the expert of lower index is first. The cache has `router_logits` (N, E) and `ids`
@@ -92,9 +116,10 @@ def mixture(
     else:
         probs, softmax = ops.softmax(logits)
         weights = xp.take_along_axis(probs, ids, axis=-1)
-    gate, up, down = map(value, params[1:])
-    frozen = tuple(isinstance(w, Frozen) for w in params[1:])
-    y, experts = ops.experts(
+    experts = params.gate, params.up, params.down
+    gate, up, down = map(value, experts)
+    frozen = tuple(isinstance(w, Frozen) for w in experts)
+    y, cache = ops.experts(
         rows,
         gate,
         up,
@@ -104,8 +129,12 @@ def mixture(
         activation=config.activation,
         trainable=not all(frozen),
     )
+    shared = None
+    if params.shared is not None:
+        y_shared, shared = _shared_expert(rows, params.shared, params.shared_gate, config)
+        y = y + y_shared
     return xp.reshape(y, x.shape), MixtureCache(
-        logits, ids, router, softmax, experts, x.shape, config.normalise, frozen
+        logits, ids, router, softmax, cache, x.shape, config.normalise, frozen, shared
     )
 
 
@@ -125,6 +154,7 @@ class MixtureCache(NamedTuple):
     shape: tuple[int, ...]  # of x
     normalise: bool  # `ExpertsConfig.normalise`
     frozen: tuple[bool, ...]  # which of gate, up and down are frozen
+    shared: Any = None  # of the shared expert
 
     def backward(
         self, dy: Array, drouter_logits: Array | None = None
@@ -135,9 +165,8 @@ class MixtureCache(NamedTuple):
         """
         require_gradient("mixture", "dy", dy, self.router_logits, self.shape)
         xp = array_namespace(dy)
-        dx, *dexperts, dweights = self.experts.backward(
-            xp.reshape(dy, (self.ids.shape[0], self.shape[-1]))
-        )
+        dy = xp.reshape(dy, (self.ids.shape[0], self.shape[-1]))  # (N, D)
+        dx, *dexperts, dweights = self.experts.backward(dy)
         if self.normalise:
             dlogits = self._spread(self.softmax.backward(dweights))
         else:
@@ -147,7 +176,12 @@ class MixtureCache(NamedTuple):
             dlogits = dlogits + drouter_logits
         trained = [None if f else dw for f, dw in zip(self.frozen, dexperts, strict=True)]
         dx_router, (drouter, _) = self.router.backward(dlogits)
-        return xp.reshape(dx + dx_router, self.shape), ExpertsParams(drouter, *trained)
+        dx, dparams = dx + dx_router, ExpertsParams(drouter, *trained)
+        if self.shared is not None:
+            dx_shared, dshared, dshared_gate = self.shared.backward(dy)
+            dx = dx + dx_shared
+            dparams = dparams._replace(shared=dshared, shared_gate=dshared_gate)
+        return xp.reshape(dx, self.shape), dparams
 
     def _spread(self, dchosen: Array) -> Array:
         """(N, C) -> (N, E): the values of the chosen experts, 0 for the others."""
@@ -158,17 +192,56 @@ class MixtureCache(NamedTuple):
         return xp.sum(xp.where(hit, dchosen[:, :, None], 0.0), axis=1)
 
 
+def _shared_expert(
+    x: Array, params: FeedForwardParams, w_gate: Array | None, config: ExpertsConfig
+) -> tuple[Array, SharedCache]:
+    """y = sigmoid(x w_gate) * ffn(x), or ffn(x) without w_gate. x, y: (N, D), w_gate: (D, 1)."""
+    y, ffn = feed_forward(x, params, activation=config.activation)
+    if w_gate is None:
+        return y, saved(SharedCache(ffn))
+    logits, gate = linear(x, LinearParams(w_gate, None))
+    share, sigmoid = ops.sigmoid(logits)  # (N, 1)
+    return share * y, saved(SharedCache(ffn, y, share, sigmoid, gate))
+
+
+@short
+class SharedCache(NamedTuple):
+    """Saved by the shared expert for backward. Without a gate, only the cache of its network."""
+
+    ffn: Any  # of `layers.feed_forward`
+    y: Array | None = None  # (N, D): the output of the network
+    share: Array | None = None  # (N, 1)
+    sigmoid: Any = None
+    gate: Any = None  # of `layers.linear`
+
+    def backward(self, dy: Array) -> tuple[Array, FeedForwardParams, Array | None]:
+        """Gradients of x, params and w_gate."""
+        if self.share is None:
+            return *self.ffn.backward(dy), None
+        dx, dparams = self.ffn.backward(self.share * dy)
+        dshare = array_namespace(dy).sum(dy * self.y, axis=-1, keepdims=True)
+        dx_gate, (dw_gate, _) = self.gate.backward(self.sigmoid.backward(dshare))
+        return dx + dx_gate, dparams, dw_gate
+
+
 def _require_fit(x: Array, params: ExpertsParams, config: ExpertsConfig) -> None:
     require_array("mixture", "x", x)
     if x.ndim not in (2, 3):
         raise ValueError(f"mixture: x must be (B, T, D) or (T, D), got shape {tuple(x.shape)}")
     d, e, f = x.shape[-1], config.n_experts, config.d_ff
-    shapes = {"(D, E)": (d, e), "(E, D, F)": (e, d, f), "(E, F, D)": (e, f, d)}
-    letters = ("(D, E)", "(E, D, F)", "(E, D, F)", "(E, F, D)")
-    for name, array, letter in zip(params._fields, map(value, params), letters, strict=True):
+    letters = {
+        "router": ("(D, E)", (d, e)),
+        "gate": ("(E, D, F)", (e, d, f)),
+        "up": ("(E, D, F)", (e, d, f)),
+        "down": ("(E, F, D)", (e, f, d)),
+        "shared_gate": ("(D, 1)", (d, 1)),
+    }
+    for name, (letter, shape) in letters.items():
+        array = value(getattr(params, name))
+        if array is None and name == "shared_gate":
+            continue
         require_array("mixture", name, array)
-        if tuple(array.shape) != shapes[letter]:
+        if tuple(array.shape) != shape:
             raise ValueError(
-                f"mixture: {name} must be {letter} = {shapes[letter]}, "
-                f"got shape {tuple(array.shape)}"
+                f"mixture: {name} must be {letter} = {shape}, got shape {tuple(array.shape)}"
             )

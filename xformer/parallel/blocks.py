@@ -64,8 +64,8 @@ def parallel_block(config: BlockConfig, world: World, *, sequence: bool = False)
     of_block = {f.name: getattr(config, f.name) for f in dataclasses.fields(BlockConfig)}
     if world.size > 1:
         _require_cut(config, world)
-    first, last = bounds(config.ffn.d_ff, world)
-    of_block["ffn"] = dataclasses.replace(config.ffn, d_ff=last - first)
+    units: Any = {name: _own(n, world) for name, n in _hidden_units(config).items()}
+    of_block["ffn"] = dataclasses.replace(config.ffn, **units)
     of_block["attn"] = dataclasses.replace(
         config.attn,
         n_heads=config.attn.n_heads // world.size,
@@ -75,6 +75,18 @@ def parallel_block(config: BlockConfig, world: World, *, sequence: bool = False)
     )
     options: Any = {"sequence": sequence, "one_key_head": config.attn.kv_heads == 1}
     return ParallelBlock(**of_block, world=world, **options)
+
+
+def _hidden_units(config: BlockConfig) -> dict[str, int]:
+    """The numbers of hidden units that are cut, by their names in `config.ffn`."""
+    units = {"d_ff": config.ffn.d_ff, "d_shared": getattr(config.ffn, "d_shared", None)}
+    return {name: n for name, n in units.items() if n is not None}
+
+
+def _own(n: int, world: World) -> int:
+    """How many of n hidden units this process has."""
+    first, last = bounds(n, world)
+    return last - first
 
 
 def _require_cut(config: BlockConfig, world: World) -> None:
@@ -92,11 +104,11 @@ def _require_cut(config: BlockConfig, world: World) -> None:
             'parallel: attn.qk_norm must be None or "head", got "all": a norm of all heads needs '
             "those of other processes"
         )
-    if config.ffn.d_ff < world.size:
-        raise ValueError(
-            f"parallel: {world.size} processes need as many hidden units, got d_ff = "
-            f"{config.ffn.d_ff}"
-        )
+    for name, n in _hidden_units(config).items():
+        if n < world.size:
+            raise ValueError(
+                f"parallel: {world.size} processes need as many hidden units, got {name} = {n}"
+            )
     if isinstance(config.ffn, FeedForwardConfig) and not config.ffn.down:
         raise ValueError(
             "parallel: ffn.down must be True, got False: only a linear layer sums over hidden units"

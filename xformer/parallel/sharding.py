@@ -50,6 +50,7 @@ CUTS: dict[str, Cut] = {
     "*.gate": 2,
     "*.down": 1,
     "*.router": COPIED,
+    "*.shared_gate": COPIED,
     # The vocabulary: rows of the table, columns of an untied head.
     "*embed.table": 0,
     "*.head.w": 1,
