@@ -126,7 +126,7 @@ def _attention(normal: Callable[..., np.ndarray]) -> Iterator[OpCall]:
     yield OpCall("gated_delta_rule", ops.gated_delta_rule, (q / 8, k / 8, v, *gates), {})
     conv = normal(2, 1024, 768), normal(4, 768)
     yield OpCall("causal_conv", ops.causal_conv, conv, {}, _depthwise)
-    yield OpCall("log_decay", ops.log_decay, (normal(2, 1024, 12), normal(12), normal(12)), {})
+    yield OpCall("log_decay", ops.log_decay, (normal(2, 1024, 12), normal(12)), {})
 
 
 def _depthwise(x: Any, w: Any) -> Any:

@@ -140,7 +140,7 @@ CALLS = {
         {"mask": numbers(2, 1, 3, 7) > 0},
     ),
     "causal_conv": Call({"x": X, "w": numbers(4, 5), "before": numbers(2, 3, 5)}, {}),
-    "log_decay": Call({"x": X, "log_rate": numbers(5), "bias": numbers(5)}, {}),
+    "log_decay": Call({"x": X, "log_rate": numbers(5)}, {}),
     "gated_delta_rule": Call(
         {
             "q": numbers(2, 2, 3, 5),
@@ -546,7 +546,7 @@ EMPTY = {
         [(b, t, c), (n, c), (b, n - 1, c)]
         for b, t, c, n in ((0, 3, 5, 4), (2, 0, 5, 4), (2, 3, 0, 4), (2, 3, 5, 1))
     ],
-    "log_decay": [[(2, 0, 3), (3,), (3,)], [(2, 0), (0,), (0,)]],
+    "log_decay": [[(2, 0, 3), (3,)], [(2, 0), (0,)]],
     "gated_delta_rule": [
         [(b, g, t, k), (b, g, t, k), (b, h, t, m), (b, h, t), (b, h, t), (b, h, k, m)]
         for b, h, g, t, k, m in (

@@ -83,6 +83,7 @@ def configs(kind: type) -> list[Any]:
         layers.BlockConfig,
         layers.EmbedConfig,
         layers.ExpertsConfig,
+        layers.GatedDeltaNetConfig,
         layers.RelativeConfig,
         GPT,
         Transformer,

@@ -90,13 +90,9 @@ def _example(cache: Any, i: int, names: tuple[str, ...]) -> Any:
 
 
 def log_decay(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
-    """dlog_rate = sum of y * dy, dbias = sum of dx."""
-    dx, dlog_rate, dbias = grads
-    return (
-        dx,
-        _each(dlog_rate, lambda: _sum(rows(cache.y * dys[0], n))),
-        _each(dbias, lambda: _sum(rows(dx, n))),
-    )
+    """dlog_rate = sum of y * dy."""
+    dx, dlog_rate = grads
+    return dx, _each(dlog_rate, lambda: _sum(rows(cache.y * dys[0], n)))
 
 
 def scale(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:

@@ -39,6 +39,7 @@ def cases() -> Iterator[Case]:
         _key_value,
         _feed_forward,
         _mixture,
+        _gated_delta_net,
         _relative_bias,
     ):
         yield from subject()
@@ -311,6 +312,32 @@ def _mixture() -> Iterator[Case]:
     yield case("2 of 3, auxiliary loss", _mixture_and_logits)
     yield case("2 of 3, shared expert", d_shared=7)
     yield case("2 of 3, shared expert with a gate", d_shared=7, shared_gate=True)
+
+
+def _gated_delta_net() -> Iterator[Case]:
+    def case(
+        note: str, batch: tuple[int, ...] = (5,), sizes: Options | None = None, **options: Any
+    ) -> Case:
+        few: Options = {"n_heads": 4, "n_key_heads": 2, "d_key": 3, "d_value": 5}
+        cfg = layers.GatedDeltaNetConfig(6, **few | (sizes or {}))
+
+        def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
+            params = random(rng, cfg.init(rng, cfg.norm))
+            keywords = drawn(rng, backend, options)
+            function = partial(layers.gated_delta_net, config=cfg, **keywords)
+            return function, (rng.normal((*batch, 7, 6)), params)
+
+        return _layer(f"gated_delta_net: {note}", make)
+
+    yield case("2 value heads for each key head")
+    yield case("one sequence", batch=())
+    yield case("padding", mask=mask((5, 7), DEAD_BATCH))
+    yield case("all options", sizes={"n_key_heads": None, "conv_len": 3, "eps": 0.1})
+
+    def earlier(rng: Generator, _: Backend) -> layers.RecurrentState:
+        return layers.RecurrentState(rng.normal((5, 3, 32)), rng.normal((5, 4, 3, 5)))
+
+    yield case("after a state", kv_cache=earlier)
 
 
 def _relative_bias() -> Iterator[Case]:

@@ -355,7 +355,7 @@ def _causal_conv() -> Iterator[Case]:
     yield _op("causal_conv: before", ops.causal_conv, x, w, (2, 3, 3))
     yield _op("causal_conv: one step", ops.causal_conv, (2, 1, 3), w, (2, 3, 3))
     yield _op("causal_conv: one row of w", ops.causal_conv, x, (1, 3))
-    yield _op("log_decay: x (2, 5, 3)", ops.log_decay, (2, 5, 3), (3,), (3,))
+    yield _op("log_decay: x (2, 5, 3)", ops.log_decay, (2, 5, 3), (3,))
 
 
 def _gated_delta_rule() -> Iterator[Case]:

@@ -23,11 +23,17 @@ if TYPE_CHECKING:
     from xformer.layers.embed import EmbedConfig, EmbedParams, embed
     from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
     from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
+    from xformer.layers.gated_delta_net import (
+        GatedDeltaNetConfig,
+        GatedDeltaNetParams,
+        gated_delta_net,
+    )
     from xformer.layers.kv_cache import KVCache
     from xformer.layers.linear import BiasParams, LinearParams, LoRAParams, linear, linear_many
     from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
     from xformer.layers.pooling import pool
     from xformer.layers.positions import alibi, sinusoidal
+    from xformer.layers.recurrent_state import RecurrentState
     from xformer.layers.relative import RelativeConfig, relative_bias
     from xformer.layers.residual import parallel, residual
     from xformer.layers.rope_config import RopeConfig
@@ -46,6 +52,8 @@ __all__ = [
     "ExpertsParams",
     "FeedForwardConfig",
     "FeedForwardParams",
+    "GatedDeltaNetConfig",
+    "GatedDeltaNetParams",
     "KVCache",
     "KeyValue",
     "KeyValueParams",
@@ -53,6 +61,7 @@ __all__ = [
     "LoRAParams",
     "NormConfig",
     "NormParams",
+    "RecurrentState",
     "RelativeConfig",
     "RopeConfig",
     "RopeTables",
@@ -66,6 +75,7 @@ __all__ = [
     "blocks",
     "embed",
     "feed_forward",
+    "gated_delta_net",
     "key_value",
     "linear",
     "linear_many",
@@ -92,11 +102,13 @@ later(
     embed="EmbedConfig EmbedParams embed",
     experts="ExpertsConfig ExpertsParams mixture",
     feed_forward="FeedForwardConfig FeedForwardParams feed_forward",
+    gated_delta_net="GatedDeltaNetConfig GatedDeltaNetParams gated_delta_net",
     linear="BiasParams LinearParams LoRAParams linear linear_many",
     norm="NormConfig NormParams add_norm norm",
     kv_cache="KVCache",
     pooling="pool",
     positions="alibi sinusoidal",
+    recurrent_state="RecurrentState",
     relative="RelativeConfig relative_bias",
     residual="parallel residual",
     reversible="",

@@ -22,7 +22,8 @@ def causal_conv(x: Array, w: Array, before: Array | None = None) -> tuple[Array,
     one for x_{t-L+1}.
 
     x, y: (B, T, C)   w: (L, C), L >= 1
-    before: (B, L-1, C), the inputs at the L - 1 steps before x; None: zeros
+    before: (B, L-1, C), the inputs at the L - 1 steps before x; None: zeros. The cache's `last`
+        is that of the steps after x.
 
     ValueError if shapes do not fit. Derivation: docs/derivations/causal_conv.md
     """
@@ -48,6 +49,11 @@ class CausalConvCache(NamedTuple):
     x: Array  # (B, T, C)
     w: Array  # (L, C)
     before: Array | None  # (B, L-1, C)
+
+    @property
+    def last(self) -> Array:
+        """(B, L-1, C), the last inputs: `before` of what follows x."""
+        return _after(self.before, self.x, self.w.shape[0] - 1)[:, self.x.shape[1] :, :]
 
     def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
         """dz_s = sum_j w_j * dy_{s-j}, dw_j = sum of dy_t * z_{t+j} over batch and time.

@@ -15,38 +15,34 @@ from xformer.typing import Array
 
 
 @overridable
-@shapes("x (..., H)  log_rate (H)  bias (H)")
-def log_decay(x: Array, log_rate: Array, bias: Array) -> tuple[Array, LogDecayCache]:
-    """y = -exp(log_rate) * softplus(x + bias), the logarithm of a decay (arXiv:2405.21060).
+@shapes("x (..., H)  log_rate (H)")
+def log_decay(x: Array, log_rate: Array) -> tuple[Array, LogDecayCache]:
+    """y = -exp(log_rate) * softplus(x), the logarithm of a decay (arXiv:2405.21060).
 
-    softplus(z) = log(1 + exp(z)). A state is multiplied by exp(y), which is between 0 and 1.
+    softplus(x) = log(1 + exp(x)). A state is multiplied by exp(y), which is between 0 and 1.
 
-    x, y: (..., H)   log_rate, bias: (H,), of each head
+    x, y: (..., H)   log_rate: (H,), of each head
 
     ValueError if shapes do not fit. Derivation: docs/derivations/log_decay.md
     """
     xp = array_namespace(x)
-    z = x + bias
-    softplus = xp.maximum(z, 0.0) + xp.log(1 + xp.exp(-xp.abs(z)))
+    softplus = xp.maximum(x, 0.0) + xp.log(1 + xp.exp(-xp.abs(x)))
     y = -xp.exp(log_rate) * softplus
-    return y, LogDecayCache(z, y, log_rate)
+    return y, LogDecayCache(x, y, log_rate)
 
 
 @short
 class LogDecayCache(NamedTuple):
-    """Saved by `log_decay` for backward: x + bias, y, and log_rate."""
+    """Saved by `log_decay` for backward: x, y, and log_rate."""
 
-    z: Array  # (..., H), x + bias
+    x: Array  # (..., H)
     y: Array  # (..., H)
     log_rate: Array  # (H,)
 
-    def backward(self, dy: Array) -> tuple[Array, Array, Array]:
-        """dx = -exp(log_rate) * sigmoid(x + bias) * dy, dlog_rate = sum of y * dy over the rows.
-
-        dbias is the sum of dx over the rows.
-        """
+    def backward(self, dy: Array) -> tuple[Array, Array]:
+        """dx = -exp(log_rate) * sigmoid(x) * dy, dlog_rate = sum of y * dy over the rows."""
         require_gradient("log_decay", "dy", dy, self.y)
         xp = array_namespace(dy)
         rows = tuple(range(dy.ndim - 1))
-        dx = -xp.exp(self.log_rate) * stable_sigmoid(self.z) * dy
-        return dx, xp.sum(self.y * dy, axis=rows), xp.sum(dx, axis=rows)
+        dx = -xp.exp(self.log_rate) * stable_sigmoid(self.x) * dy
+        return dx, xp.sum(self.y * dy, axis=rows)

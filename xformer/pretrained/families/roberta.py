@@ -13,9 +13,7 @@ from xformer.pretrained.family import Family
 from xformer.pretrained.names import Links, linear, norm, same
 
 
-def build(
-    c: Config, head: str, names: Collection[str] | None, *, vocab_size: int
-) -> LanguageModel:
+def build(c: Config, head: str, names: Collection[str] | None, *, vocab_size: int) -> LanguageModel:
     """Return the model of a configuration.
 
     head: "masked-lm", "classifier", or "hidden", a model without a head

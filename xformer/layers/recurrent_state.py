@@ -1,0 +1,61 @@
+"""The state of a recurrent layer in decoding, where attention has a KV cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.showing import short
+from xformer.typing import Array
+
+
+@short
+class RecurrentState(NamedTuple):
+    """The state of `gated_delta_net` after the tokens so far. Empty at first.
+
+    Its size does not depend on the number of tokens: it has no slots, and a window or padding
+    changes nothing. It has the methods of `KVCache`.
+    """
+
+    conv: Array | None = None  # (B, L-1, C), the last inputs of the convolution
+    state: Array | None = None  # (B, H, K, M), of `ops.gated_delta_rule`
+    write_index: Array | None = None  # integer (), of the next token in a static DecodeState
+
+    @property
+    def k(self) -> Array | None:
+        """The state, whose first axis is the batch; None if there are no tokens yet."""
+        return self.state
+
+    @property
+    def length(self) -> int:
+        """0, the number of slots."""
+        return 0
+
+    def last(self, n: int) -> RecurrentState:
+        """The state itself."""
+        return self
+
+    def padded(self, n: int) -> RecurrentState:
+        """The state itself: padding before the first token leaves it 0."""
+        return self
+
+    def preallocate(self, n: int, length: int) -> RecurrentState:
+        """The state itself."""
+        return self
+
+    def truncated(self, n: int, *, needs: int) -> RecurrentState:
+        """The state itself for n = 0. ValueError for more: it cannot be computed backwards."""
+        if n == 0:
+            return self
+        raise ValueError(
+            f"truncate: a recurrent layer (gated DeltaNet) cannot drop its last {n} tokens; "
+            "decode them again from an earlier state"
+        )
+
+    def rows(self, ids: Array) -> RecurrentState:
+        """A copy of the sequences `ids` (B',) of the batch, in this order."""
+        if self.conv is None or self.state is None:
+            return self
+        xp = array_namespace(self.state)
+        return RecurrentState(xp.take(self.conv, ids, axis=0), xp.take(self.state, ids, axis=0))
