@@ -252,6 +252,19 @@ def test_frequencies_that_change_with_the_length(scaling: str, tmp_path: Path) -
         export.onnx(model, params, path, sizes={"length": 16}, mask=True)
 
 
+def test_frequencies_of_each_layer(tmp_path: Path) -> None:
+    """The layer whose frequencies change sets the limit."""
+    scaling = next(iter(LONG))
+    model, params = rotary(scaling, **LONG[scaling])
+    model = replace(model, rotary=(RopeConfig(2, 100.0), model.rotary))
+    path = tmp_path / "model.onnx"
+    with pytest.raises(NotExported, match=rf'"{scaling}" has other frequencies .* max_len=12'):
+        export.onnx(model, params, path)
+    export.onnx(model, params, path, max_len=12)
+    ids = tokens(2, 12)
+    assert distance(Session(path)(tokens=ids)["logits"], model.forward(params, ids)[0]) < EXACT
+
+
 def test_positions_far_out_keep_their_precision(tmp_path: Path) -> None:
     """Angles are in float64 as on NumPy: in float32, those at 60,000 would be wrong by 1e-3."""
     model, params = rotary("none")

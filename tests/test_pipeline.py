@@ -11,6 +11,7 @@ from causal_models import V, causal
 
 import xformer as xf
 from xformer import layers, parallel, tree
+from xformer.layers import RopeConfig
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, LMHead, Pooler
 from xformer.pairwise import PairwiseSum
 from xformer.parallel.pipeline import Pipeline
@@ -149,6 +150,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "checkpointing": ("qwen3", {"activation_checkpointing": True}),
     "windows, softcap": ("gemma2", {}),
     "no norms": ("llama", {"final_norm": False}),
+    "RoPE by layer": ("llama", {"rotary": (RopeConfig(4), RopeConfig(4, 9.0), None) * 2}),
 }
 
 

@@ -14,16 +14,21 @@ from xformer import tree
 from xformer.backends import Backend
 from xformer.generation import beam_search, generate, prefill, speculative
 from xformer.layers import RopeConfig
+from xformer.layers.rope_by_layer import Rotary, frequency_length
 
 TRAINED, T = 8, 19  # tokens
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 LONG: dict[str, Any] = {"original_max_len": TRAINED, "factor": 4.0}
+SHORTER: dict[str, Any] = {"short_factor": (1.1,), "long_factor": (1.4,)}
 LONG |= {"short_factor": (1.0, 1.2), "long_factor": (1.5, 3.0)}
-CHANGING = {
+CHANGING: dict[str, Rotary] = {
     "dynamic": RopeConfig(4, scaling="dynamic", factor=2.0, max_len=TRAINED),
     "longrope": RopeConfig(4, scaling="longrope", **LONG),
 }
-STEADY = {
+LATER = RopeConfig(2, 50.0, scaling="longrope", **LONG | {"original_max_len": 11} | SHORTER)
+CHANGING["by layer"] = (CHANGING["longrope"], None, LATER)
+CHANGING["by layer, dynamic"] = (LATER, CHANGING["dynamic"], RopeConfig(4))
+STEADY: dict[str, Rotary] = {
     "linear": RopeConfig(4, scaling="linear", factor=2.0),
     "yarn": RopeConfig(4, scaling="yarn", factor=4.0, original_max_len=TRAINED),
     "llama3": RopeConfig(
@@ -117,13 +122,15 @@ def test_guesses(name: str) -> None:
     """A round ends where frequencies change, whatever the draft; drawn texts go on too."""
     model, params = scaled(name)
     ((*want,),) = greedy(model, params, PROMPTS[:1], 14)
-    first = replace(model, blocks=model.blocks[:1])
+    rotary = model.rotary[:1] if isinstance(model.rotary, tuple) else model.rotary
+    first = replace(model, blocks=model.blocks[:1], rotary=rotary)
     of_first = params._replace(stack=params.stack._replace(blocks=params.stack.blocks[:1]))
     for draft in ((model, params), (first, of_first), scaled("dynamic"), causal("qwen3", seed=1)):
         rounds = list(speculative(model, params, *draft, PROMPTS[0], k=4, max_new_tokens=14))
         assert [i for new in rounds for i in new] == want
     rounds = list(speculative(model, params, model, params, PROMPTS[0], k=4, max_new_tokens=14))
     sizes = {"dynamic": [3, *[1] * 11], "longrope": [3, 5, 5, 1]}  # from 6 tokens to 8, and on
+    sizes |= {"by layer": [3, 3, 5, 3], "by layer, dynamic": sizes["dynamic"]}  # to 11, and on
     assert [len(new) for new in rounds] == sizes.get(name, [5, 5, 4])
 
 
@@ -191,11 +198,13 @@ def test_fixed_columns_up_to_the_change(name: str) -> None:
 
 def test_what_the_frequencies_go_by() -> None:
     lengths = [0, 7, 8, 9, 10, 500]
-    for config in STEADY.values():
-        assert [config.frequency_length(n) for n in lengths] == [0] * 6
-    dynamic, longrope = (config.frequency_length for config in CHANGING.values())
-    assert [dynamic(n) for n in lengths] == [0, 0, 0, 9, 10, 500]
-    assert [longrope(n) for n in lengths] == [0, 0, 0, 9, 9, 9]
+    for rotary in STEADY.values():
+        assert [frequency_length(rotary, n) for n in lengths] == [0] * 6
+    found = {name: [frequency_length(r, n) for n in lengths] for name, r in CHANGING.items()}
+    assert found["dynamic"] == found["by layer, dynamic"] == [0, 0, 0, 9, 10, 500]
+    assert found["longrope"] == [0, 0, 0, 9, 9, 9]
+    assert found["by layer"] == [0, 0, 0, 9, 9, 12]
+    assert frequency_length(None, 500) == frequency_length((None, None), 500) == 0
 
 
 def test_numba_reads_ahead_up_to_the_change() -> None:

@@ -20,6 +20,7 @@ from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormParams
+from xformer.layers.rope_by_layer import LayerTables, of_layers
 from xformer.layers.stack import StackParams
 from xformer.ops.activation import ACTIVATIONS
 from xformer.ops.gelu import CUBIC, SCALE
@@ -38,7 +39,7 @@ def unsupported(
     kv_cache: Sequence[KVCache],
     n_cached: int,
     relative_bias: layers.RelativeConfig | None = None,
-    rotary: layers.RopeTables | None = None,
+    rotary: LayerTables = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,
 ) -> str | None:
@@ -90,7 +91,7 @@ def advance(
     kv_cache: Sequence[KVCache],
     n_cached: int,
     relative_bias: layers.RelativeConfig | None = None,
-    rotary: layers.RopeTables | None = None,
+    rotary: LayerTables = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,
 ) -> tuple[Array, tuple[KVCache, ...]]:
@@ -99,11 +100,12 @@ def advance(
     x: (B, 1, D)
     """
     kv_caches, y, order = [], x[:, 0], order_of(params.blocks, configs)
+    tables = of_layers("advance", rotary, len(configs))
     # exp overflows in silu if the sigmoid is 0.
     with single_blas_thread(), np.errstate(over="ignore"):
         for i, config in enumerate(configs):
             block = params.blocks[order[i]]
-            y, longer = _block(y, block, config, rotary, kv_cache[i])
+            y, longer = _block(y, block, config, tables[i], kv_cache[i])
             kv_caches.append(longer)
         y = _norm(y, params.norm, configs[-1])
     return y[:, None], tuple(kv_caches)

@@ -24,6 +24,7 @@ from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import BlocksCache, add
 from xformer.layers.blocks import blocks as reference
 from xformer.layers.kv_cache import KVCache
+from xformer.layers.rope_by_layer import LayerTables
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -44,7 +45,7 @@ def unsupported(
     memory_pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    rotary: layers.RopeTables | None = None,
+    rotary: LayerTables = None,
     kv_cache: Sequence[KVCache] | None = None,
     segment_memory: Sequence[Array] | None = None,
     mask: Array | None = None,
@@ -61,8 +62,7 @@ def unsupported(
         return "x and memory are not batches of one size"
     n = len(x)
     fits = [_fits(a, 4, 1, n) for a in (bias, mask, memory_mask) if a is not None]
-    if rotary is not None:
-        fits += _fits(rotary.cos, 3, n), _fits(rotary.sin, 3, n)
+    fits += [_fits(a, 3, n) for tables in _distinct(rotary) for a in (tables.cos, tables.sin)]
     if not all(fits):
         return f"bias, masks or rotary tables are neither for all {n} sequences nor for each"
     if any(config.reversible for config in configs):
@@ -105,7 +105,7 @@ def blocks(
     memory_pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    rotary: layers.RopeTables | None = None,
+    rotary: LayerTables = None,
     kv_cache: Sequence[KVCache] | None = None,
     segment_memory: Sequence[Array] | None = None,
     mask: Array | None = None,
@@ -130,9 +130,7 @@ def blocks(
     def forward(i: int) -> None:
         share = partial(_share, shares[i], n)
         options: Any = {"mask": share(mask, 4), "memory_mask": share(memory_mask, 4)}
-        if rotary is not None:
-            tables = share(rotary.cos, 3), share(rotary.sin, 3)
-            options["rotary"] = layers.RopeTables(*tables, rotary.interleaved)
+        options["rotary"] = _rotary_share(share, rotary)
         memory_share = tree.map(lambda a: a[shares[i]], memory)
         args: Any = x[shares[i]], params, memory_share, share(bias, 4), pos, memory_pos
         run: Any = reference.reference
@@ -274,6 +272,22 @@ def _is_per_sequence(a: Array | None, ndim: int, n: int) -> bool:
 def _share(share: slice, n: int, a: Array | None, ndim: int) -> Array | None:
     """Return a[share] if `a` has an entry for each of n sequences, else `a`."""
     return a[share] if a is not None and _is_per_sequence(a, ndim, n) else a
+
+
+def _rotary_share(share: Any, rotary: LayerTables) -> LayerTables:
+    """Return the RoPE tables of a share of the batch. share: `_share` of its slice."""
+    if rotary is None:
+        return None
+    if not isinstance(rotary, layers.RopeTables):
+        return tuple(_rotary_share(share, tables) for tables in rotary)  # type: ignore[misc]
+    return layers.RopeTables(share(rotary.cos, 3), share(rotary.sin, 3), rotary.interleaved)
+
+
+def _distinct(rotary: LayerTables) -> list[layers.RopeTables]:
+    """Return the RoPE tables of all layers, without None."""
+    if isinstance(rotary, layers.RopeTables):
+        return [rotary]
+    return [tables for tables in rotary or () if tables is not None]
 
 
 def _concatenated(*shares: Array) -> Array:

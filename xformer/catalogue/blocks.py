@@ -359,6 +359,11 @@ def _turning_each(rng: Generator, _: Backend) -> layers.RopeTables:
     return layers.rope_tables(config, like=rng.full((1,), 0.0), length=7, positions=positions)
 
 
+def _turning_by_layer(rng: Generator, backend: Backend) -> tuple[layers.RopeTables | None, ...]:
+    """RoPE tables of the first of two layers, with positions of each sequence; NoPE after it."""
+    return _turning_each(rng, backend), None
+
+
 def _several() -> Iterator[Case]:
     yield _blocks("blocks: encoder", config={"norm_placement": "post", "attn": {"d_value": 2}})
     yield _blocks("blocks: one for both layers", n_blocks=1, **TURNED)
@@ -366,6 +371,8 @@ def _several() -> Iterator[Case]:
     yield _blocks(
         "blocks: bias and rotary of each sequence", second={"attn": {"window": (1, 1)}}, **each
     )
+    by_layer: Options = {"rotary": _turning_by_layer, "causal": True}
+    yield _blocks("blocks: rotary by layer", **by_layer)
     again: Options = {"activation_checkpointing": True, "bias": (2, 1, 4), "pos": True}
     yield _blocks("blocks: memory, masks, checkpointing", cross="memory", **again, **BLOCK_MASKS)
     yield _blocks("blocks: ready keys and values", cross="shared", config={"attn": {"d_value": 2}})
@@ -375,6 +382,7 @@ def _several() -> Iterator[Case]:
     yield _blocks("blocks: dropout", config=RATES, dropout_key=KEY)
     streams: Options = {"config": {"reversible": True, "norm_placement": "sandwich", **LLAMA}}
     yield _blocks("blocks: reversible, Llama, sandwich", **streams, **TURNED)
+    yield _blocks("blocks: reversible, rotary by layer", **streams, **by_layer)
     both: Options = {"segment_memory": _segment_memory, "causal": True}
     again = {"activation_checkpointing": True, "dropout_key": KEY}
     xl: Options = DROPOUT | {"attn": {"xl": True}}

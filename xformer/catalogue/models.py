@@ -181,6 +181,11 @@ def _language_model() -> Iterator[Case]:
     llama = _blocks(**LLAMA)
     yield case("rotary", llama, rotary=ROPE, head=LMHead(tied=False))
     yield case("rotary, padding", llama, keywords=PADDED, rotary=ROPE)
+    other = RopeConfig(2, 50.0, scaling="linear", factor=2.0)
+    by_layer: Options = {"rotary": (ROPE, other, None, ROPE), "keywords": PADDED}
+    yield case("rotary by layer", llama * 4, **by_layer)
+    again: Options = {"activation_checkpointing": True}
+    yield case("rotary by layer, checkpointing", llama * 4, **by_layer, **again)
     softcap = LMHead(softcap=2.0, scale=0.5)
     yield case("softcap", _blocks(norm_placement="sandwich", **LLAMA), rotary=ROPE, head=softcap)
     positions: Options = {"positions": lambda rng, _: rng.integers((4,), high=7)}
@@ -189,7 +194,7 @@ def _language_model() -> Iterator[Case]:
     experts = _blocks(2, **LLAMA | {"ffn": mixture})
     losses: Options = {"load_balancing_weight": 0.3, "router_z_weight": 0.1}
     yield case("experts", (*experts, *llama), keywords=PADDED, rotary=ROPE, **losses)
-    again: Options = {"rotary": ROPE, "activation_checkpointing": True, **losses}
+    again |= {"rotary": ROPE, **losses}
     yield case("experts, checkpointing", (*experts, *llama), keywords=PADDED, **again)
     yield case("alibi", _blocks(), alibi=True, head=LMHead(tied=False, bias=True))
     yield case(

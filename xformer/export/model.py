@@ -15,6 +15,7 @@ from xformer.checks import require_one_of, require_sizes
 from xformer.dispatch import inference
 from xformer.export.recording import Input, recorded
 from xformer.export.writing import Exported, require_onnx, require_path, write
+from xformer.layers.rope_by_layer import distinct, max_unscaled_len
 from xformer.models import EncoderDecoder, LanguageModel, Pooler, Transformer
 from xformer.models.pooled import require_pooling
 from xformer.sentences.embed import POOLINGS
@@ -184,11 +185,11 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
             limit = min(_uncut(network, max_len), UNBOUNDED if limit is None else limit)
         result[name] = UNBOUNDED if limit is None else limit
     rotary: Any = getattr(network, "rotary", None)
-    is_dynamic = rotary is not None and "length" not in (sizes or {})
-    if is_dynamic and result["length"] > rotary.max_unscaled_len:
-        n = int(rotary.max_unscaled_len)
+    n = max_unscaled_len(rotary)
+    if "length" not in (sizes or {}) and result["length"] > n:
+        scaling = next(c.scaling for c in distinct(rotary) if c.max_unscaled_len == n)
         raise NotExported(
-            f'onnx: rotary scaling "{rotary.scaling}" has other frequencies for more than {n} '
+            f'onnx: rotary scaling "{scaling}" has other frequencies for more than {n} '
             f"tokens: give max_len={n}, or fix length with sizes"
         )
     return result

@@ -16,6 +16,7 @@ from xformer.backends import Backend
 from xformer.compiling import bucket
 from xformer.generation.prefix import PrefilledPrompt, backend_of_params
 from xformer.generation.samplers import Ids, greedy
+from xformer.layers.rope_by_layer import max_unscaled_len
 from xformer.models import EncoderDecoder
 from xformer.models.encoder_decoder import EncoderDecoderState
 from xformer.typing import Array
@@ -60,7 +61,7 @@ def why_not_compiled(network: Any, backend: Backend, most: int) -> str | None:
     if any(config.attn.xl for config in configs):
         return "Transformer-XL's relative positions depend on the number of keys"
     if most > _steady(network):
-        return f"RoPE frequencies change after {network.rotary.max_unscaled_len} tokens"
+        return f"RoPE frequencies change after {_steady(network)} tokens"
     if backend.compiled(lambda: None, ()) is None:
         return f"backend {backend.name} compiles nothing"
     return None
@@ -68,8 +69,7 @@ def why_not_compiled(network: Any, backend: Backend, most: int) -> str | None:
 
 def _steady(network: Any) -> float:
     """The most tokens with unchanged RoPE frequencies; inf if they never change."""
-    rotary = getattr(network, "rotary", None)
-    return math.inf if rotary is None else float(rotary.max_unscaled_len)
+    return max_unscaled_len(getattr(network, "rotary", None))
 
 
 def width_of(network: Any, prompts: Ids | PrefilledPrompt) -> int:

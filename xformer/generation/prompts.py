@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +10,7 @@ from array_api_compat import array_namespace
 from xformer.compiling import Forward, bucket, records
 from xformer.layers.attention import KeyValue
 from xformer.layers.kv_cache import KVCache
+from xformer.layers.rope_by_layer import max_unscaled_len
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.models.encoder_decoder import EncoderDecoderState
 from xformer.models.state import DecodeState
@@ -37,8 +37,7 @@ def read_by_program(
         return None
     size, length = tokens.shape
     columns = min(bucket(length), network.context or bucket(length))
-    unscaled = math.inf if network.rotary is None else network.rotary.max_unscaled_len
-    if columns > unscaled:
+    if columns > max_unscaled_len(network.rotary):
         return None
     xp, n = array_namespace(tokens), columns - length
     padding = xp.zeros((size, n), dtype=tokens.dtype)

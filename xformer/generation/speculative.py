@@ -20,6 +20,7 @@ from xformer.generation.prefix import (
     stop_ids,
 )
 from xformer.generation.samplers import Filter, pick, probabilities, require_filter, temperature
+from xformer.layers.rope_by_layer import frequency_length
 
 
 @renamed.arguments(max_new="max_new_tokens")
@@ -104,10 +105,8 @@ class Reader:
     def steady(self, length: int, n: int) -> int:
         """The most tokens, up to n, that may follow `length` at the same RoPE frequencies."""
         rope = getattr(self.network, "rotary", None)
-        if rope is None:
-            return n
-        now = rope.frequency_length(length)
-        return max(i for i in range(n + 1) if rope.frequency_length(length + i) == now)
+        now = frequency_length(rope, length)
+        return max(i for i in range(n + 1) if frequency_length(rope, length + i) == now)
 
     def begin(self, prompt: Sequence[int]) -> list[int]:
         """Read all ids but the last, and return them: the prompt, or the start of a target."""

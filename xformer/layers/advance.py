@@ -9,6 +9,7 @@ from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import BlockConfig
 from xformer.layers.kv_cache import KVCache
+from xformer.layers.rope_by_layer import LayerTables
 from xformer.layers.stack import StackParams, stack
 from xformer.typing import Array
 
@@ -26,7 +27,7 @@ def advance(
     kv_cache: Sequence[KVCache],
     n_cached: int | Array,
     relative_bias: layers.RelativeConfig | None = None,
-    rotary: layers.RopeTables | None = None,
+    rotary: LayerTables = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,
 ) -> tuple[Array, tuple[KVCache, ...]]:
@@ -47,7 +48,8 @@ def advance(
     n_cached: the number of tokens before x, including those that windows have dropped; for a static
         KV cache an integer array () (`KVCache.write_index`). It is used only with relative_bias.
     relative_bias: the configuration of params.relative_bias, which is added to bias
-    rotary: RoPE tables of the new tokens
+    rotary: RoPE tables of the new tokens, for all layers; or a sequence of tables or None for each
+        layer
     mask: boolean, broadcasts to (B, H, T, S), for the self-attention; True = may attend
     memory_mask: the mask of the cross-attention
     ValueError for shapes and numbers that do not fit.

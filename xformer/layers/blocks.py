@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xformer import layers, ops, tree
+from xformer import ops, tree
 from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import SITES, BlockConfig, BlockParams, block_terms
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.residual import summed
+from xformer.layers.rope_by_layer import LayerTables, of_layers
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -28,7 +29,7 @@ def blocks(
     memory_pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    rotary: layers.RopeTables | None = None,
+    rotary: LayerTables = None,
     kv_cache: Sequence[KVCache] | None = None,
     segment_memory: Sequence[Array] | None = None,
     mask: Array | None = None,
@@ -46,7 +47,8 @@ def blocks(
     params: of each block; with fewer blocks than layers, equal runs of layers share a block
     memory: (B, S, D), (S, D) or a KeyValue for all layers, or a KeyValue for each layer, whose
         gradient is a tuple; None without cross-attention, and for reversible blocks
-    bias, pos, memory_pos, rotary, mask, causal, memory_mask, dropout_key: of `layers.block`
+    bias, pos, memory_pos, mask, causal, memory_mask, dropout_key: of `layers.block`
+    rotary: RoPE tables of all layers, or a sequence of tables or None for each layer
     configs: of each layer
     kv_cache: of each layer; then nothing is saved for backward
     segment_memory: of each layer (`layers.attention`); not for reversible blocks. The cache's
@@ -56,6 +58,7 @@ def blocks(
     ValueError for shapes and numbers that do not fit.
     """
     order = order_of(params, configs)
+    tables = of_layers("blocks", rotary, len(configs))
     if len({config.reversible for config in configs}) > 1:
         raise ValueError("blocks: either all blocks must be reversible, or none")
     if configs[0].reversible:
@@ -73,7 +76,7 @@ def blocks(
             bias,
             pos,
             configs=configs,
-            rotary=rotary,
+            rotary=tables,
             kv_cache=kv_cache,
             mask=mask,
             causal=causal,
@@ -107,7 +110,7 @@ def blocks(
             memory_pos,
             r=r,
             config=config,
-            rotary=rotary,
+            rotary=tables[i],
             kv_cache=None if kv_cache is None else kv_cache[i],
             segment_memory=None if segment_memory is None else segment_memory[i],
             mask=mask,

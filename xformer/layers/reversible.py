@@ -16,6 +16,7 @@ from xformer.layers.blocks import BlocksCache, add, order_of
 from xformer.layers.checkpoint import held
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.residual import BranchCache, branched
+from xformer.layers.rope_tables import RopeTables
 from xformer.shapes import STORED, dtype_name
 from xformer.showing import short
 from xformer.typing import Array
@@ -30,6 +31,7 @@ def reversible(
     pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
+    rotary: Sequence[RopeTables | None],
     kv_cache: Sequence[KVCache] | None = None,
     dropout_key: ops.RandomKey | None = None,
     **options: Any,
@@ -40,7 +42,9 @@ def reversible(
     feed-forward network, each with norms and dropout (`layers.residual.branched`). Only the two
     streams after the last block are saved, whatever the number of blocks.
 
-    x, y: (B, T, D) or (T, D). For the other arguments see `layers.blocks`.
+    x, y: (B, T, D) or (T, D)
+    rotary: of each layer
+    For the other arguments see `layers.blocks`.
     ValueError for shapes and numbers that do not fit. TypeError for bfloat16 and float16: an input
     that is rebuilt from rounded numbers is off, and the errors add up over the blocks.
     """
@@ -49,7 +53,7 @@ def reversible(
             f"blocks: reversible blocks must be float32 or float64, since backward rebuilds their "
             f"inputs, got {dtype_name(x)}"
         )
-    network = _Network(params, bias, pos, configs, order_of(params, configs), options)
+    network = _Network(params, bias, pos, configs, order_of(params, configs), rotary, options)
     kv_caches: list[Any] = []
     x1 = x2 = x
     for i in range(len(configs)):
@@ -74,7 +78,8 @@ class _Network(NamedTuple):
     pos: Array | None
     configs: Sequence[BlockConfig]
     order: tuple[int, ...]  # the index of each layer's block
-    options: dict[str, Any]  # rotary, mask and causal
+    rotary: Sequence[RopeTables | None]  # of each layer
+    options: dict[str, Any]  # mask and causal
 
     def branches(
         self, i: int, dropout_key: ops.RandomKey | None, kv_cache: KVCache | None = None
@@ -82,6 +87,7 @@ class _Network(NamedTuple):
         """f and g of layer i."""
         config, key = self.configs[i], None if dropout_key is None else dropout_key.at(SITES * i)
         options: Any = {"config": config, "kv_cache": kv_cache, "dropout_key": key, **self.options}
+        options["rotary"] = self.rotary[i]
         block = self.params[self.order[i]]
         rate = 0.0 if key is None else config.dropout
         return [

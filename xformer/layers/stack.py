@@ -14,6 +14,7 @@ from xformer.layers.blocks import blocks, order_of
 from xformer.layers.fit import require_blocks
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.norm import NormParams, norm
+from xformer.layers.rope_by_layer import LayerTables
 from xformer.ops.sum_to import sum_to
 from xformer.showing import short
 from xformer.tree import Frozen, value
@@ -86,7 +87,7 @@ def stack(
     *,
     configs: Sequence[BlockConfig],
     relative_bias: layers.RelativeConfig | None = None,
-    rotary: layers.RopeTables | None = None,
+    rotary: LayerTables = None,
     kv_cache: Sequence[KVCache] | None = None,
     n_cached: int | Array = 0,
     segment_memory: Sequence[Array] | None = None,
@@ -105,7 +106,8 @@ def stack(
         once for all blocks. Without params.norm there is no final norm.
     memory: (B, S, D) or (S, D); for decoding, keys and values for each layer (`memory_of`); None
         without cross-attention
-    bias, pos, memory_pos, rotary, mask, causal, memory_mask, dropout_key: of `layers.block`
+    bias, pos, memory_pos, mask, causal, memory_mask, dropout_key: of `layers.block`
+    rotary: RoPE tables of all layers, or a sequence of tables or None for each layer
     configs: one for each layer
     relative_bias: the configuration of params.relative_bias; the relative bias is added to bias
     kv_cache: of each layer, for decoding. The cache then has the new KV caches, and nothing is

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from array_api_compat import array_namespace, device
 
-from xformer import layers
 from xformer.checks import as_indices
 from xformer.layers.advance import advance
 from xformer.layers.kv_cache import require_rows
+from xformer.layers.rope_by_layer import frequency_length, max_unscaled_len, tables_of
 from xformer.models.state import DecodeState, appended_mask, position_ids
 from xformer.typing import Array
 
@@ -33,10 +33,8 @@ def decode(
     new_mask, key_mask, positions = _masks(model, tokens, state, mask)
     embed_positions = None if state.mask is None and mask is None else positions
     (x, pos), _ = model._embedded(params, tokens, embed_positions, start=state.length)
-    rotary = None
-    if model.rotary is not None:
-        length = state.rope_length or 0
-        rotary = layers.rope_tables(model.rotary, like=x, length=length, positions=positions)
+    length = state.rope_length or 0
+    rotary = tables_of(model.rotary, like=x, length=length, positions=positions)
     kv_cache = state.static_kv_cache() if state.is_static else state.kv_cache
     if model.memory_len is not None and not state.is_static:
         kv_cache = tuple(layer.last(model.memory_len) for layer in kv_cache)
@@ -66,7 +64,7 @@ def longest(model: LanguageModel, tokens: Array, mask: Array | None, state: Deco
     """
     length: int = state.length + tokens.shape[1]
     new_mask = appended_mask(state.mask, mask, tokens, state.length)
-    if new_mask is None or model.rotary is None or length <= model.rotary.max_unscaled_len:
+    if new_mask is None or length <= max_unscaled_len(model.rotary):
         return length
     return int(array_namespace(new_mask).max(position_ids(new_mask))) + 1
 
@@ -79,7 +77,7 @@ def rotated_for(
     Rotating the keys anew is not enough: after the first layer, keys depend on hidden states
     that were computed with the old frequencies.
     """
-    rope_length = model.rotary.frequency_length(length)  # type: ignore[union-attr]
+    rope_length = frequency_length(model.rotary, length)
     if rope_length == state.rope_length:
         return state
     empty = model.init_state()._replace(rope_length=rope_length)

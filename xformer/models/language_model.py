@@ -24,6 +24,14 @@ from xformer.initializers import normal
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.kv_cache import KVCache, Window, require_rows, truncated
+from xformer.layers.rope_by_layer import (
+    LayerTables,
+    Rotary,
+    distinct,
+    max_unscaled_len,
+    require_rotary,
+    tables_of,
+)
 from xformer.layers.stack import (
     StackParams,
     dropout_streams,
@@ -69,7 +77,8 @@ class LanguageModel:
     embed: EmbedConfig | None
     blocks: tuple[BlockConfig, ...]  # one for each layer
     causal: bool = True
-    rotary: layers.RopeConfig | None = None
+    # RoPE, of all layers or of each: a tuple with a RopeConfig or None (NoPE) a layer.
+    rotary: Rotary = None
     alibi: bool = False
     relative_bias: layers.RelativeConfig | None = None
     final_norm: bool | None = None  # None: True unless the blocks are post-LN or without norms
@@ -111,6 +120,7 @@ class LanguageModel:
                 f"LanguageModel: n_shared_layer_groups must divide {len(self.blocks)} layers, "
                 f"got {self.n_shared_layer_groups}"
             )
+        require_rotary("LanguageModel", self.rotary, len(self.blocks))
         self._require_xl()
         if self.activation_checkpointing and self.blocks[0].reversible:
             raise ValueError(
@@ -148,7 +158,7 @@ class LanguageModel:
         in_embed = self.embed is not None and self.embed.positions != "none"
         others = {
             "positions in the embedding": in_embed,
-            "rotary": self.rotary is not None,
+            "rotary": bool(distinct(self.rotary)),
             "alibi": self.alibi,
             "relative_bias": self.relative_bias is not None,
         }
@@ -361,7 +371,7 @@ class LanguageModel:
 
     def init_state(self) -> DecodeState:
         """The empty state, for `decode`."""
-        changes = self.rotary is not None and self.rotary.max_unscaled_len < math.inf
+        changes = max_unscaled_len(self.rotary) < math.inf
         return DecodeState((KVCache(),) * len(self.blocks), rope_length=0 if changes else None)
 
     @inference()
@@ -404,9 +414,9 @@ class LanguageModel:
             raise ValueError(
                 f"decode: at most {self.context} tokens fit the model's context, got {n_keys}"
             )
-        if state.is_static and self.rotary is not None and n_keys > self.rotary.max_unscaled_len:
+        if state.is_static and n_keys > (most := max_unscaled_len(self.rotary)):
             raise ValueError(
-                f"decode: a static state must have at most {self.rotary.max_unscaled_len} slots, "
+                f"decode: a static state must have at most {most} slots, "
                 f"since RoPE frequencies change with the length, got {n_keys}"
             )
         if state.rope_length is not None:
@@ -438,7 +448,7 @@ class LanguageModel:
 
     def _require_positional(self) -> None:
         """ValueError if the model would ignore position ids."""
-        if self.rotary is None and (self.embed is None or self.embed.positions == "none"):
+        if not distinct(self.rotary) and (self.embed is None or self.embed.positions == "none"):
             raise ValueError(
                 "LanguageModel: positions need positions in the embedding or rotary ones; this "
                 "model has neither, and uses the order of tokens"
@@ -446,14 +456,12 @@ class LanguageModel:
 
     def _rotary(
         self, x: Array, length: int, positions: Array | None, at_most: float
-    ) -> layers.RopeTables | None:
+    ) -> LayerTables:
         """The RoPE tables for `length` tokens. at_most: a bound of the positions; inf: unknown."""
-        if self.rotary is None:
-            return None
-        if positions is not None and at_most > self.rotary.max_unscaled_len:
+        if positions is not None and at_most > max_unscaled_len(self.rotary):
             # The largest position (of the longest text without padding) determines the frequencies.
             length = int(array_namespace(positions).max(positions)) + 1
-        return layers.rope_tables(self.rotary, like=x, length=length, positions=positions)
+        return tables_of(self.rotary, like=x, length=length, positions=positions)
 
     def _alibi(
         self, x: Array, n_queries: int, n_keys: int, at: Array | None = None

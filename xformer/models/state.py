@@ -26,7 +26,7 @@ class DecodeState(NamedTuple):
     mask: Array | None = None  # (B, S), True = a token, False = padding; None: no padding
     length: Any = 0  # S; if the state is static, an integer array (): the number of written slots
     # For a model whose RoPE frequencies change with the length; None otherwise:
-    rope_length: int | None = None  # by which the keys are rotated (`RopeConfig.frequency_length`)
+    rope_length: int | None = None  # by which the keys are rotated (`layers.rope_by_layer`)
     ids: Array | None = None  # (B, S), to compute the keys again
 
     @property

@@ -71,10 +71,12 @@ class Pipeline:
     def stage(self) -> LanguageModel:
         """This stage, from tokens or hidden states to hidden states."""
         first, last = bounds(len(self.model.blocks), self.world)
+        rotary = self.model.rotary
         return dataclasses.replace(
             self.model,
             embed=self.model.embed if self.is_first else None,
             blocks=self.model.blocks[first:last],
+            rotary=rotary[first:last] if isinstance(rotary, tuple) else rotary,
             final_norm=self.model.final_norm if self.is_last else False,
             head=None,
         )
