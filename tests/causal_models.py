@@ -51,6 +51,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"architecture": "Qwen3ForCausalLM", **SIZES, "head_dim": 6},
     "gemma2": {"architecture": "Gemma2ForCausalLM", **SIZES, "head_dim": 6, "sliding_window": 4},
+    "gemma3_text": {
+        "architecture": "Gemma3ForCausalLM",
+        **SIZES,
+        **{"head_dim": 6, "sliding_window": 4, "sliding_window_pattern": 2},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "smollm3": {
+        "architecture": "SmolLM3ForCausalLM",
+        **SIZES,
+        **{"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4},
+    },
 }
 CONFIGS["gpt_neox"].pop("num_key_value_heads")
 NAMES = [

@@ -140,6 +140,32 @@ def qwen2(**own: Any) -> Config:
     )
 
 
+def gemma3(**own: Any) -> Config:
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "initializer_range": 0.02,
+        "model_type": "gemma3_text",
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": 512,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 262144,
+    } | own
+
+
 def gemma2(**own: Any) -> Config:
     config = like_llama(
         "gemma2",
@@ -328,6 +354,61 @@ HUB: dict[str, tuple[Config, int]] = {
             **{"tie_word_embeddings": True},
         ),
         596_049_920,
+    ),
+    "SmolLM3-3B": (
+        like_llama(
+            "smollm3",
+            "SmolLM3",
+            attention_bias=False,
+            attention_dropout=0.0,
+            hidden_size=2048,
+            intermediate_size=11008,
+            layer_types=["full_attention"] * 36,
+            max_position_embeddings=65536,
+            max_window_layers=28,
+            mlp_bias=False,
+            no_rope_layer_interval=4,
+            no_rope_layers=[1, 1, 1, 0] * 9,
+            num_attention_heads=16,
+            num_hidden_layers=36,
+            num_key_value_heads=4,
+            pretraining_tp=2,
+            rms_norm_eps=1e-06,
+            rope_scaling=None,
+            rope_theta=5000000.0,
+            sliding_window=None,
+            use_sliding_window=False,
+            vocab_size=128256,
+            **{"tie_word_embeddings": True},
+        ),
+        3_075_098_624,
+    ),
+    "gemma-3-1b": (
+        gemma3(
+            hidden_size=1152,
+            intermediate_size=6912,
+            max_position_embeddings=32768,
+            num_attention_heads=4,
+            num_hidden_layers=26,
+            num_key_value_heads=1,
+            sliding_window_pattern=6,
+        ),
+        999_885_952,
+    ),
+    "embeddinggemma-300m": (
+        gemma3(
+            architectures=["Gemma3TextModel"],
+            hidden_size=768,
+            intermediate_size=1152,
+            layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 4,
+            max_position_embeddings=2048,
+            num_attention_heads=3,
+            num_hidden_layers=24,
+            num_key_value_heads=1,
+            use_bidirectional_attention=True,
+            **{"_sliding_window_pattern": 6},
+        ),
+        302_863_104,
     ),
     "gemma-2-2b": (
         gemma2(

@@ -47,6 +47,7 @@ GPT2: dict[str, Any] = {
     "n_positions": 32,
     "pad_token_id": 0,
 }
+SIX_TO_TWO = {"sliding_window_pattern": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "GPT2": GPT2,
     "Llama": LLAMA,
@@ -55,19 +56,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": LLAMA,
     "Qwen3": LLAMA | {"head_dim": 6},
     "Gemma2": LLAMA | {"head_dim": 6, "sliding_window": 4},
+    "Gemma3": LLAMA | {"head_dim": 6, "sliding_window": 4, "num_hidden_layers": 3, **SIX_TO_TWO},
+    "SmolLM3": LLAMA | {"no_rope_layer_interval": 2},
 }
+CLASSES_OF = {"Gemma3": "Gemma3Text"}  # the names of classes, but for the language model
 LM, CLASSES, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
 FULL, SLIDING = "full_attention", "sliding_attention"
+BY_TYPE = {
+    FULL: {"rope_type": "linear", "factor": 2.5, "rope_theta": 300.0},
+    SLIDING: {"rope_type": "default", "rope_theta": 7.0},
+}
 
 
 def configured(family: str, changes: dict[str, Any]) -> Any:
-    return getattr(transformers, f"{family}Config")(**(FAMILIES[family] | changes))
+    name = CLASSES_OF.get(family, family)
+    return getattr(transformers, f"{name}Config")(**(FAMILIES[family] | changes))
 
 
 def kind(family: str, head: str) -> Any:
-    return getattr(
-        transformers, "GPT2LMHeadModel" if family + head == "GPT2" + LM else family + head
-    )
+    name = family if head == LM else CLASSES_OF.get(family, family)
+    return getattr(transformers, "GPT2LMHeadModel" if family + head == "GPT2" + LM else name + head)
 
 
 def batch(padding: str = "none", length: int = T) -> tuple[Values, np.ndarray]:
@@ -189,6 +197,29 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"layer_types": [FULL, SLIDING], "num_hidden_layers": 2},
         {"num_hidden_layers": 3, "hidden_activation": "gelu"},
     ],
+    "Gemma3": [
+        {"final_logit_softcapping": 0.25},
+        {"query_pre_attn_scalar": 7, "attention_bias": True, "hidden_activation": "gelu"},
+        {"layer_types": [FULL, SLIDING, SLIDING]},
+        {"num_hidden_layers": 7, "sliding_window_pattern": 6, "sliding_window": 2},
+        {"use_bidirectional_attention": True},
+        {"use_bidirectional_attention": True, "sliding_window": 5},
+        {"use_bidirectional_attention": True, "sliding_window": 2, "rope_parameters": BY_TYPE},
+        {"rope_parameters": BY_TYPE},
+        {"rope_parameters": BY_TYPE | {SLIDING: None}},
+        {"rope_theta": 500.0, "rope_local_base_freq": 20.0},
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ],
+    "SmolLM3": [
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+        {"no_rope_layers": [0, 1]},
+        {"no_rope_layers": [0, 0, 1], "num_key_value_heads": None, "head_dim": 6},
+        {"no_rope_layers": [1, 1], "rope_theta": 50.0},
+        {"no_rope_layer_interval": 1, "hidden_act": "gelu"},
+        {"use_sliding_window": True, "sliding_window": 3},
+        {"use_sliding_window": True, "sliding_window": 3, "layer_types": [SLIDING, FULL]},
+        {"sliding_window": 3},
+    ],
 }
 
 
@@ -243,6 +274,9 @@ def version_4(config: dict[str, Any], key: str = "rope_type") -> dict[str, Any]:
     old = {name: value for name, value in config.items() if name != "rope_parameters"}
     if "rope_parameters" in config:
         part = dict(config["rope_parameters"])
+        if SLIDING in part:  # Gemma 3, where rope_scaling is of layers without a window
+            old["rope_local_base_freq"] = part[SLIDING]["rope_theta"]
+            part = dict(part[FULL])
         old["rope_theta"], scaling = part.pop("rope_theta"), part.pop("rope_type")
         old["rope_scaling"] = None if scaling == "default" else {key: scaling} | part
     if "dtype" in old:
@@ -328,7 +362,7 @@ REQUIRED = (
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults(family: str) -> None:
     """What is absent is as transformers has it; all that its configuration may hold is known."""
-    config = getattr(transformers, f"{family}Config")()
+    config = getattr(transformers, f"{CLASSES_OF.get(family, family)}Config")()
     config.architectures = [kind(family, LM).__name__]
     full = json.loads(json.dumps(config.to_dict()))
     sparse = {name: value for name, value in full.items() if name in REQUIRED}

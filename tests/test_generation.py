@@ -21,6 +21,7 @@ from xformer.models import Classifier, LanguageModel
 GPT = xf.GPT(vocab_size=7, n_layers=1, d_model=8, n_heads=2, max_len=5)
 PARAMS = tree.map(lambda p: p * 20, GPT.init(seed=1))  # far from uniform
 NUMPY = xf.backends.get("numpy")
+WINDOWS = ("mistral", "qwen2", "gemma2", "gemma3_text", "smollm3")  # layers have windows
 PROMPTS = [[5, 6, 7, 8, 9], [3], [30, 31, 32]]
 WARM = compose(temperature(1.5), top_p(0.95))
 
@@ -208,7 +209,7 @@ def test_a_prefix_for_many_prompts(name: str) -> None:
     prefix = prefill(model, params, [[4, 5, 6]])
     ragged = [[7, 8, 9], [10], [11, 12]]
     for prompts in ([[7, 8], [9, 10], [11, 12]], ragged):
-        near = ("mistral", "qwen2", "gemma2", "alibi", "relative bias", "shaw")
+        near = (*WINDOWS, "alibi", "relative bias", "shaw")
         if prompts is ragged and name in near:
             with pytest.raises(ValueError, match="the same length for this model: its attention"):
                 prefill(model, params, prompts, after=prefix)

@@ -61,6 +61,19 @@ def test_what_they_describe() -> None:
     assert (gemma.embed.scale, gemma.blocks[0].attn.scale) == (48.0, 0.0625)
 
 
+def test_layers_of_different_kinds() -> None:
+    """RoPE or none, its base, and windows on one side of the query, or on both."""
+    assert described("SmolLM3-3B").rotary == (*[RopeConfig(128, 5e6)] * 3, None) * 9
+    local, whole = RopeConfig(256), RopeConfig(256, 1e6)
+    gemma, encoder = described("gemma-3-1b"), described("embeddinggemma-300m")
+    assert gemma.rotary == ((*[local] * 5, whole) * 5)[:26]
+    assert encoder.rotary == (*[local] * 5, whole) * 4
+    windows = [[block.attn.window for block in model.blocks] for model in (gemma, encoder)]
+    assert windows[0] == ([*[(511, None)] * 5, None] * 5)[:26]
+    assert windows[1] == [*[(256, 256)] * 5, None] * 4
+    assert gemma.causal and not encoder.causal and encoder.embed.scale == 768**0.5
+
+
 def test_null_is_all_key_value_heads() -> None:
     for name in ("Llama-3.1-8B", "Mistral-7B-v0.1", "Qwen2-0.5B", "gemma-2-2b"):
         own = described(name, num_key_value_heads=None).blocks[0]

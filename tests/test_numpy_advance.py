@@ -23,7 +23,16 @@ from xformer.layers.norm import NormParams
 from xformer.layers.rope_config import RopeConfig
 from xformer.models import LanguageModel
 
-LEFT = {"gpt_neox", "mixtral", "qwen3", "gemma2", "positions for q, k, v", "alibi", "shaw"}
+LEFT = {
+    "gpt_neox",
+    "mixtral",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "positions for q, k, v",
+    "alibi",
+    "shaw",
+}
 LEFT |= {"bare blocks"}
 LEFT |= {"relative bias", "post-norm"}
 WIDE = block_config(24, 4, 40, n_kv_heads=2, d_head=10, d_value=6, norm="rms", norm_offset=1.0)

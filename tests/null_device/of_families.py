@@ -30,6 +30,7 @@ ENCODERS = {
 REFUSED = {
     "mixtral": "softmax: x must be float32 or float64, got bfloat16",
     "gemma2": "rms_norm: w must be float32",
+    "gemma3_text": "rms_norm: w must be float32",
     "alibi": "sdpa: no kernel runs in bfloat16: a bias is not added in bfloat16",
     "relative bias": "sdpa: no kernel runs in bfloat16: a bias is not added in bfloat16",
     "shaw": "shaw: q must be float32 or float64, got bfloat16",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from xformer.layers.rope_config import RopeConfig
@@ -36,19 +36,60 @@ def rope(
     Raises PretrainedError.
     """
     part = _part(c)
-    kind = part.text("type", choices=TYPES, default="default")
-    kind = part.text("rope_type", choices=TYPES, default=kind)
-    part.only("type", kind)
+    theta = _agreed(c, part, "rope_theta", theta, names)
     turned = _agreed(c, part, "partial_rotary_factor", 1.0 if share is None else share, names)
     if not (turned == 1 if share is None else 0 < turned <= 1):
         wanted = "1 in this family" if share is None else "more than 0 and at most 1"
         message = f"partial_rotary_factor must be {wanted}, got {turned:g}"
         raise PretrainedError(f"{part.where}: {message}")
-    theta = _agreed(c, part, "rope_theta", theta, names)
-    options = _options(kind, c, part, max_len, int(width * turned))
+    return _scaled(c, part, max_len, int(width * turned), theta)
+
+
+def rope_by_type(
+    c: Config,
+    *,
+    width: int,
+    max_len: int,
+    thetas: Mapping[str, float],
+    names: Mapping[str, str],
+    scaled: Collection[str],
+) -> dict[str, RopeConfig]:
+    """The RoPE configuration of each type of layer, for heads of `width` channels.
+
+    It reads `rope_parameters` with an object for each type (transformers 5), or the bases and
+    `rope_scaling` (transformers 4). All channels are rotated.
+
+    thetas: type of layer -> the family's default base
+    names: type of layer -> the key of its base outside the parameters
+    scaled: the types of layers that `rope_scaling` is of
+
+    Raises PretrainedError.
+    """
+    none = Config({}, f"{c.where}: rope_parameters")
+    found, scaling = c.sub("rope_parameters") or none, c.sub("rope_scaling") or none
+    if found.data and scaling.data:
+        raise c.refused("rope_scaling", "absent beside rope_parameters")
+    ropes = {}
+    for kind, theta in thetas.items():
+        part = found.sub(kind) or (scaling if kind in scaled else none)
+        outer = c.number(names[kind], default=None)
+        inner = part.number("rope_theta", default=theta if outer is None else outer)
+        if outer is not None and inner != outer:
+            raise part.refused("rope_theta", f"{outer:g}, as {names[kind]} of {c.where}")
+        part.only("partial_rotary_factor", 1)
+        ropes[kind] = _scaled(c, part, max_len, width, inner)
+    return ropes
+
+
+def _scaled(c: Config, part: Config, max_len: int, width: int, theta: float) -> RopeConfig:
+    """The configuration with the scaling of the parameters `part`, for `width` channels."""
+    kind = part.text("type", choices=TYPES, default="default")
+    kind = part.text("rope_type", choices=TYPES, default=kind)
+    part.only("type", kind)
+    options = _options(kind, c, part, max_len, width)
     scaling = "none" if kind == "default" else kind
     try:
-        return RopeConfig(int(width * turned), theta, scaling=scaling, **options)
+        return RopeConfig(width, theta, scaling=scaling, **options)
     except ValueError as error:
         raise PretrainedError(f"{part.where}: {error}") from error
 

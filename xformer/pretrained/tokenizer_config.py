@@ -28,7 +28,7 @@ REGISTERED = {
     "camembert": "CamembertTokenizer",
     "distilbert": "BertTokenizer",
     "electra": "BertTokenizer",
-    "gemma2": "GemmaTokenizer",
+    **dict.fromkeys(("gemma2", "gemma3_text"), "GemmaTokenizer"),
     "gpt2": "GPT2Tokenizer",
     "gpt_neox": "GPTNeoXTokenizer",
     "mpnet": "MPNetTokenizer",

@@ -14,6 +14,7 @@ _ATTRIBUTES = {
     "camembert": "camembert.FAMILY",
     "distilbert": "distilbert.FAMILY",
     "gemma2": "gemma2.FAMILY",
+    "gemma3_text": "gemma3.FAMILY",
     "gpt2": "gpt2.FAMILY",
     "gpt_neox": "gpt_neox.FAMILY",
     "llama": "llama.FAMILY",
@@ -26,6 +27,7 @@ _ATTRIBUTES = {
     "qwen2": "qwen2.FAMILY",
     "qwen3": "qwen3.FAMILY",
     "roberta": "roberta.FAMILY",
+    "smollm3": "smollm3.FAMILY",
     "t5": "t5.FAMILY",
     "xlm-roberta": "xlm_roberta.FAMILY",
 }

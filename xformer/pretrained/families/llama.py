@@ -13,6 +13,7 @@ from xformer.layers import (
     FeedForwardConfig,
     NormConfig,
 )
+from xformer.layers.rope_by_layer import Rotary
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
@@ -83,6 +84,7 @@ def decoder(
     tied: bool = False,
     embed_scale: float = 1.0,
     softcap: float | None = None,
+    rotary: Rotary = None,
     **options: Any,
 ) -> LanguageModel:
     """Return a decoder of `blocks`.
@@ -90,6 +92,7 @@ def decoder(
     head: the head, as in `Family.heads`
     max_len, theta, tied: the family's values if the configuration has no such key
     embed_scale, softcap: the scale of the embedding, and the softcap of the logits
+    rotary: the RoPE of the layers; None: `rope` of the configuration for all layers
     options: further options of `LanguageModel`
     """
     max_len = c.integer("max_position_embeddings", low=1, default=max_len)
@@ -100,10 +103,11 @@ def decoder(
         positions="none",
         scale=embed_scale,
     )
-    turned = rope(c, width=blocks[0].attn.head_width, max_len=max_len, theta=theta)
+    if rotary is None:
+        rotary = rope(c, width=blocks[0].attn.head_width, max_len=max_len, theta=theta)
     is_tied = c.flag("tie_word_embeddings", default=tied)
     top = decoder_head(c, head, tied=is_tied, softcap=softcap)
-    return LanguageModel(embed, blocks, rotary=turned, head=top, **options)
+    return LanguageModel(embed, blocks, rotary=rotary, head=top, **options)
 
 
 def window(c: Config, default: int | None = None) -> tuple[int, None] | None:

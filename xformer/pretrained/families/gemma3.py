@@ -1,0 +1,87 @@
+"""Gemma 3 for text (arXiv:2503.19786) and EmbeddingGemma (arXiv:2509.20354)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from xformer.models import LanguageModel
+from xformer.pretrained.config import Config
+from xformer.pretrained.families import gemma2
+from xformer.pretrained.families.llama import block, decoder, family, gated, window, windows
+from xformer.pretrained.family import activation, layers
+from xformer.pretrained.names import Links, norm
+from xformer.pretrained.rope import rope_by_type
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """Return the model of a configuration.
+
+    By default each sixth layer attends to all tokens, and the others have a sliding window and
+    RoPE of another base. With `use_bidirectional_attention` (EmbeddingGemma) the model is an
+    encoder, whose windows have half the size on both sides of the query.
+    """
+    config = block(
+        c,
+        kv_heads=4,
+        d_head=256,
+        norm_placement="sandwich",
+        norm_offset=1.0,
+        ffn=gated(c, activation(c, "hidden_activation", "gelu_pytorch_tanh")),
+        bias=c.flag("attention_bias", default=False),
+        qk_norm="head",
+        scale=c.number("query_pre_attn_scalar", low=1e-9, default=256.0) ** -0.5,
+    )
+    c.only("attn_logit_softcapping", None)  # transformers has the key, but does not use it
+    bidirectional = c.flag("use_bidirectional_attention", default=False)
+    local = window(c, default=4096)
+    if bidirectional and local is not None:
+        half = (local[0] + 1) // 2
+        local = half, half
+    n_layers = layers(c)
+    each = c.integer("sliding_window_pattern", low=1, default=6)
+    c.unread("_sliding_window_pattern", each)
+    sizes = windows(c, n_layers, local, tuple((i + 1) % each != 0 for i in range(n_layers)))
+    max_len = c.integer("max_position_embeddings", low=1, default=131072)
+    ropes = rope_by_type(
+        c,
+        width=config.attn.head_width,
+        max_len=max_len,
+        thetas={FULL: 1e6, SLIDING: 1e4},
+        names={FULL: "rope_theta", SLIDING: "rope_local_base_freq"},
+        scaled=(FULL,),
+    )
+    return decoder(
+        c,
+        head,
+        tuple(replace(config, attn=replace(config.attn, window=size)) for size in sizes),
+        max_len=max_len,
+        tied=True,
+        embed_scale=config.d_model**0.5,
+        softcap=c.number("final_logit_softcapping", low=1e-9, default=None),
+        rotary=tuple(ropes[FULL if size is None else SLIDING] for size in sizes),
+        causal=not bidirectional,
+    )
+
+
+def links(model: LanguageModel) -> Links:
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+
+    The names are those of Gemma 2, and of the norms of queries and keys.
+    """
+    yield from gemma2.links(model)
+    for i in range(len(model.blocks)):
+        theirs, ours = f"model.layers.{i}.self_attn", f"stack.blocks.{i}.attn"
+        yield from norm(f"{theirs}.q_norm", f"{ours}.q_norm")
+        yield from norm(f"{theirs}.k_norm", f"{ours}.kv.k_norm")
+
+
+FAMILY = family("Gemma3Text", build, links)._replace(
+    heads={
+        "Gemma3ForCausalLM": "lm",
+        "Gemma3TextForSequenceClassification": "classifier",
+        "Gemma3TextModel": "hidden",
+    }
+)
