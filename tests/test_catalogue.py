@@ -84,6 +84,7 @@ def configs(kind: type) -> list[Any]:
         layers.EmbedConfig,
         layers.ExpertsConfig,
         layers.GatedDeltaNetConfig,
+        layers.LatentAttentionConfig,
         layers.RelativeConfig,
         GPT,
         Transformer,

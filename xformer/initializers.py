@@ -21,7 +21,10 @@ from xformer.typing import Array, Tree
 Draw = Callable[[Generator, tuple[int, int]], Array]
 
 # Dotted names of weights in a residual branch, each after a dot; experts have no ".w".
-PROJECTIONS = (".attn.q.w", ".cross.q.w", ".kv.k.w", ".kv.v.w", ".memory.k.w", ".memory.v.w")
+PROJECTIONS = (
+    *(".attn.q.w", ".cross.q.w", ".kv.k.w", ".kv.v.w", ".memory.k.w", ".memory.v.w"),
+    *(".attn.q.down.w", ".attn.q.up.w", ".attn.kv.down.w", ".attn.kv.up.w"),
+)
 HIDDEN = (".ffn.up.w", ".ffn.gate.w", ".ffn.up", ".ffn.gate")
 BRANCH = re.compile(r"(.*\.(?:attn|cross|ffn))\.")
 LAST = (".attn.o.w", ".cross.o.w", ".ffn.down.w", ".ffn.down", ".head.w")

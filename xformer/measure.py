@@ -243,7 +243,7 @@ def key_values(network: Any, batch: int, length: int) -> tuple[int, int] | None:
         crossed = blocks[:1] if network.shared_memory else blocks
 
     def width(config: BlockConfig) -> int:
-        return config.attn.kv_heads * (config.attn.head_width + config.attn.value_width)
+        return config.attn.cached_width
 
     def n_cached(config: BlockConfig) -> int:
         left = None if config.attn.window is None else config.attn.window[0]

@@ -67,6 +67,8 @@ def unsupported_blocks(blocks: Sequence[BlockParams], configs: Sequence[BlockCon
     if any(c.parallel or c.reversible or c.experts or c.attn.softcap for c in configs):
         return "parallel or reversible blocks, experts or softcap"
     for block in blocks:
+        if not isinstance(block.attn, AttentionParams):
+            return "latent attention"
         attn, kv, ffn, cross = block.attn, block.attn.kv, block.ffn, block.cross
         if kv is None or not isinstance(ffn, FeedForwardParams):
             return "no projections of keys and values, or experts"
@@ -119,9 +121,9 @@ def _block(
     kv_cache: KVCache,
 ) -> tuple[Array, KVCache]:
     """Return the output (B, D) of one block for x (B, D), and its longer KV cache."""
-    branch, kv_cache = _attend(
-        _norm(x, params.attn_norm, config), params.attn, config, rotary, kv_cache
-    )
+    attn: Any = params.attn  # AttentionParams
+    normed = _norm(x, params.attn_norm, config)
+    branch, kv_cache = _attend(normed, attn, config, rotary, kv_cache)
     x = x + _scaled(_norm(branch, params.attn_out_norm, config), params.attn_scale)
     branch = _feed(_norm(x, params.ffn_norm, config), params.ffn, config)
     x += _scaled(_norm(branch, params.ffn_out_norm, config), params.ffn_scale)

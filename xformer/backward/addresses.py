@@ -225,6 +225,12 @@ def _branches(node: Any) -> Labels:
     return {"branches": names[-len(node.branches) :]}
 
 
+def _of_latents(node: Any) -> Labels:
+    """The parts of latent attention: the queries may come from a latent vector, or directly."""
+    labels: Labels = {"q_norm": "q.norm", "q_up": "q.up", "kv_norm": "kv.norm", "kv_up": "kv.up"}
+    return labels | {"maps": ["q" if node.q_up is None else "q.down", "kv.down"]}
+
+
 def _always(**labels: Any) -> Callable[[Any], Labels]:
     return lambda _: labels
 
@@ -271,6 +277,7 @@ _LABELS: dict[str, Callable[[Any], Labels]] = {
         drop=_after("_drop"),
     ),
     "attention.AttentionCache": _always(maps=["q", "kv.k", "kv.v"], q="q_heads", r="xl.r"),
+    "latent_attention.LatentAttentionCache": _of_latents,
     "attention.KeyValueSaved": _always(maps=["k", "v"], heads=""),
     "attention.KeyValueHeadsCache": _always(k="k_heads", v="v_heads"),
     "attention.HeadsCache": _always(all_norm=_norm_of_heads, head_norm=_norm_of_heads),

@@ -204,6 +204,7 @@ def block_config(*options: Options) -> layers.BlockConfig:
     return layers.BlockConfig(**parts)
 
 
+LATENT = layers.LatentAttentionConfig(6, 2, kv_rank=5, d_nope=3, d_rope=4, d_value=2, q_rank=7)
 TURNED: Options = {"rotary": turning(4, width=2), "causal": True}
 BLOCK_MASKS: Options = {"mask": mask((5, 1, 1, 4), DEAD_BATCH), "memory_mask": mask((5, 1, 4, 7))}
 
@@ -315,6 +316,9 @@ def _modern_block() -> Iterator[Case]:
     yield _blocks("block: Gemma 2", config=gemma, **turned)
     olmo = LLAMA | {"norm_placement": "output", "attn": llama | {"qk_norm": "all"}}
     yield _blocks("block: OLMo 2", config=olmo, **turned)
+    latent = LLAMA | {"attn": LATENT}
+    yield _blocks("block: latent attention", config=latent, bias=(2, 1, 4), **turned)
+    yield _blocks("block: latent attention, parallel", config=latent | {"parallel": True}, **turned)
     experts = layers.ExpertsConfig(n_experts=3, top_k=2, d_ff=11)
     yield _blocks("block: Mixtral", config=LLAMA | {"ffn": experts}, **turned)
     qwen2 = layers.ExpertsConfig(3, 2, 11, normalise=False, d_shared=7, shared_gate=True)

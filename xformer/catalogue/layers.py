@@ -36,6 +36,7 @@ def cases() -> Iterator[Case]:
         _linear,
         _linears,
         _attention,
+        _latent_attention,
         _key_value,
         _feed_forward,
         _mixture,
@@ -212,6 +213,44 @@ def _attention() -> Iterator[Case]:
         dropout_rate=0.3,
         dropout_key=KEY,
     )
+
+
+def _latent_attention() -> Iterator[Case]:
+    sizes: Options = {"n_heads": 2, "kv_rank": 5, "d_nope": 3, "d_rope": 4, "d_value": 2}
+
+    def case(
+        note: str,
+        *,
+        bias: tuple[int, ...] | None = None,
+        batch: tuple[int, ...] = (5,),  # (): one sequence
+        config: Options | None = None,
+        **options: Any,
+    ) -> Case:
+        cfg = layers.LatentAttentionConfig(6, **sizes | (config or {}))
+
+        def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
+            params = random(rng, cfg.init(rng, cfg.norm))
+            args = rng.normal((*batch, 4, 6)), params, None if bias is None else rng.normal(bias)
+            keywords = drawn(rng, backend, options)
+            return partial(layers.latent_attention, config=cfg, **keywords), args
+
+        return _layer(f"latent_attention: {note}", make)
+
+    turned: Options = {"rotary": turning(4), "causal": True}
+    yield case("no positions")
+    yield case("rotary, causal", **turned)
+    yield case("latent queries", config={"q_rank": 7, "eps": 0.1}, **turned)
+    yield case("one sequence, latent queries", batch=(), config={"q_rank": 7}, **turned)
+    before: Options = {"kv_cache": lambda rng, _: layers.KVCache(*_latents(rng))}
+    yield case("after a KV cache", **before, **turned)
+    every: Options = {"q_rank": 7, "bias": True, "scale": 0.3, "dropout": 0.3}
+    masked: Options = {"bias": (2, 1, 4), "mask": mask((5, 2, 4, 4), DEAD_QUERY)}
+    yield case("all options", config=every, dropout_key=KEY, **masked, **turned)
+
+
+def _latents(rng: Generator) -> tuple[Array, Array]:
+    """The KV cache of `_latent_attention` after three tokens: keys for RoPE, latent vectors."""
+    return rng.normal((5, 1, 3, 4)), rng.normal((5, 1, 3, 5))
 
 
 def _key_value() -> Iterator[Case]:

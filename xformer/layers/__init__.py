@@ -29,6 +29,12 @@ if TYPE_CHECKING:
         gated_delta_net,
     )
     from xformer.layers.kv_cache import KVCache
+    from xformer.layers.latent_attention import (
+        LatentAttentionConfig,
+        LatentAttentionParams,
+        LatentParams,
+        latent_attention,
+    )
     from xformer.layers.linear import BiasParams, LinearParams, LoRAParams, linear, linear_many
     from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
     from xformer.layers.pooling import pool
@@ -57,6 +63,9 @@ __all__ = [
     "KVCache",
     "KeyValue",
     "KeyValueParams",
+    "LatentAttentionConfig",
+    "LatentAttentionParams",
+    "LatentParams",
     "LinearParams",
     "LoRAParams",
     "NormConfig",
@@ -77,6 +86,7 @@ __all__ = [
     "feed_forward",
     "gated_delta_net",
     "key_value",
+    "latent_attention",
     "linear",
     "linear_many",
     "mixture",
@@ -103,6 +113,7 @@ later(
     experts="ExpertsConfig ExpertsParams mixture",
     feed_forward="FeedForwardConfig FeedForwardParams feed_forward",
     gated_delta_net="GatedDeltaNetConfig GatedDeltaNetParams gated_delta_net",
+    latent_attention=("LatentAttentionConfig LatentAttentionParams LatentParams latent_attention"),
     linear="BiasParams LinearParams LoRAParams linear linear_many",
     norm="NormConfig NormParams add_norm norm",
     kv_cache="KVCache",

@@ -106,6 +106,11 @@ class AttentionConfig:
         """M, the width of a value head."""
         return self.head_width if self.d_value is None else self.d_value
 
+    @property
+    def cached_width(self) -> int:
+        """G * (K + M), how many numbers of a token are in the KV cache."""
+        return self.kv_heads * (self.head_width + self.value_width)
+
     def init(
         self,
         rng: Generator,

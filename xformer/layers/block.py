@@ -29,6 +29,7 @@ from xformer.typing import Array
 
 SITES = 6  # dropout streams of a block
 NORMS = ("pre", "post", "sandwich", "output", "none")
+NO_CROSS = "block: latent attention is a self-attention; cross-attention needs an AttentionConfig"
 
 
 @renamed.flat_block
@@ -49,7 +50,7 @@ class BlockConfig:
         experts.
     """
 
-    attn: AttentionConfig
+    attn: AttentionConfig | layers.LatentAttentionConfig
     ffn: FeedForwardConfig | layers.ExpertsConfig
     norm: NormConfig = NormConfig()  # noqa: RUF009 - frozen
     norm_placement: str = "pre"
@@ -62,9 +63,14 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         plain_numbers(self)
-        for part, kind in (("attn", AttentionConfig), ("norm", NormConfig)):
-            if not isinstance(got := getattr(self, part), kind):
-                raise TypeError(f"block: {part} must be a {kind.__name__}, got {got!r:.60}")
+        if not isinstance(self.norm, NormConfig):
+            raise TypeError(f"block: norm must be a NormConfig, got {self.norm!r:.60}")
+        is_usual = isinstance(self.attn, AttentionConfig)  # then latent attention is not imported
+        if not is_usual and not isinstance(self.attn, layers.LatentAttentionConfig):
+            raise TypeError(
+                "block: attn must be an AttentionConfig or LatentAttentionConfig, "
+                f"got {self.attn!r:.60}"
+            )
         is_dense = isinstance(self.ffn, FeedForwardConfig)  # then experts are not imported
         if not is_dense and not isinstance(self.ffn, layers.ExpertsConfig):
             raise TypeError(
@@ -147,6 +153,8 @@ class BlockConfig:
         attn = self.attn.init(rng, self.norm, **options)
         crossing = None
         if cross:
+            if not isinstance(self.attn, AttentionConfig):
+                raise ValueError(NO_CROSS)
             crossing = self.attn.cross_init(rng, self.norm, shared_memory=shared_memory, **options)
         before = self.norm_placement not in ("output", "none")
         after = self.norm_placement in ("sandwich", "output")
@@ -186,7 +194,7 @@ class BlockParams(NamedTuple):
     """Parameters of one block. A norm or a scale that is None is left out."""
 
     attn_norm: NormParams | None
-    attn: AttentionParams
+    attn: AttentionParams | layers.LatentAttentionParams
     cross_norm: NormParams | None
     cross: AttentionParams | None  # None: an encoder block, or one of a decoder-only model
     ffn_norm: NormParams | None
@@ -319,21 +327,20 @@ def branches_of(
         got = type(params.ffn).__name__
         raise ValueError(f"block: params.ffn must be {wanted} by config, got {got}")
     dropped = dropout_key is not None
+    attn_options = _attention_options(config, dropped)
     keys = [dropout_key and dropout_key.at(site) for site in range(SITES)]
-    attn_options: dict[str, Any] = {
-        "n_heads": config.attn.n_heads,
-        "n_kv_heads": config.attn.n_kv_heads,
-        "qk_norm": config.norm,
-        "softcap": config.attn.softcap,
-        "scale": config.attn.scale,
-        "dropout_rate": config.attn.dropout if dropped else 0.0,
-    }
+    attn, attn_params = config.attn, params.attn
+    if not isinstance(attn, AttentionConfig):
+        _require_latent(attn_params, pos, segment_memory)
 
     def attend(x: Array) -> tuple[Array, Any]:
-        options: Any = {"mask": mask, "causal": causal, "window": config.attn.window}
-        options |= {"rotary": rotary, "kv_cache": kv_cache, "dropout_key": keys[0]}
-        options["segment_memory"] = segment_memory
-        return attention(x, params.attn, None, bias, pos, **options, **attn_options)
+        options: Any = {"mask": mask, "causal": causal, "dropout_key": keys[0]}
+        options |= {"rotary": rotary, "kv_cache": kv_cache}
+        ready: Any = attn_params
+        if not isinstance(attn, AttentionConfig):
+            return layers.latent_attention(x, ready, bias, config=attn, **options)
+        options |= {"window": attn.window, "segment_memory": segment_memory}
+        return attention(x, ready, None, bias, pos, **options, **attn_options)
 
     def attend_memory(x: Array) -> tuple[Array, Any]:
         cross: Any = params.cross
@@ -363,6 +370,21 @@ def branches_of(
         branches.append(Branch(config.sublayer(attend_memory), *around[1]))
     branches.append(Branch(config.sublayer(feed), *around[2]))
     return branches
+
+
+def _attention_options(config: BlockConfig, dropped: bool) -> dict[str, Any]:
+    """The options of `attention` for self- and cross-attention; none with latent attention."""
+    attn = config.attn
+    if not isinstance(attn, AttentionConfig):
+        return {}
+    return {
+        "n_heads": attn.n_heads,
+        "n_kv_heads": attn.n_kv_heads,
+        "qk_norm": config.norm,
+        "softcap": attn.softcap,
+        "scale": attn.scale,
+        "dropout_rate": attn.dropout if dropped else 0.0,
+    }
 
 
 @short
@@ -416,7 +438,8 @@ def block_gradients(
         `ResidualsCache.backward` returns them.
     """
     *cross, ffn = others
-    dattn_norm, dattn_out, dattn_scale, dattn, _, dbias, dpos, _ = attn
+    dattn_norm, dattn_out, dattn_scale, *of_attn = attn
+    dattn, dbias, dpos = _self_attention_gradients(*of_attn)
     dffn_norm, dffn_out, dffn_scale, dffn = ffn
     dcross_norm = dcross_out = dcross_scale = dcross = dmemory = dmemory_pos = None
     if cross:
@@ -427,6 +450,14 @@ def block_gradients(
     after = dattn_out, dcross_out, dffn_out, dattn_scale, dcross_scale, dffn_scale
     dparams = BlockParams(dattn_norm, dattn, dcross_norm, dcross, dffn_norm, dffn, *after)
     return dparams, dmemory, dbias, dpos, dmemory_pos
+
+
+def _self_attention_gradients(dparams: Any, *others: Any) -> tuple[Any, Any, Any]:
+    """dparams, dbias and dpos, from the gradients after dx of `attention` or `latent_attention`."""
+    if len(others) == 1:  # latent attention has no memory and no pos
+        return dparams, others[0], None
+    _, dbias, dpos, _ = others
+    return dparams, dbias, dpos
 
 
 @short
@@ -456,10 +487,20 @@ class ParallelBlockCache(NamedTuple):
         drouter_logits: the gradient of an auxiliary loss on the router, if any.
         """
         dx, dattn_norm, dffn_norm, *dscales, attn, (dffn,) = self.both.backward(dy, *drouter_logits)
-        dattn, _, dbias, dpos, _ = attn
+        dattn, dbias, dpos = _self_attention_gradients(*attn)
         dparams = BlockParams(dattn_norm, dattn, None, None, dffn_norm, dffn)
         dparams = dparams._replace(attn_scale=dscales[0], ffn_scale=dscales[1])
         return dx, dparams, None, dbias, dpos, None
+
+
+def _require_latent(params: Any, pos: Array | None, segment_memory: Array | None) -> None:
+    """ValueError for parameters of another attention, and for inputs that only it has."""
+    if not isinstance(params, layers.LatentAttentionParams):
+        got = type(params).__name__
+        raise ValueError(f"block: params.attn must be LatentAttentionParams by config, got {got}")
+    for name, given in (("pos", pos), ("segment_memory", segment_memory)):
+        if given is not None:
+            raise ValueError(f"block: latent attention has no {name}, which needs AttentionConfig")
 
 
 def _require_memory(
@@ -474,6 +515,8 @@ def _require_memory(
         raise ValueError(f"block: memory and params.cross need each other, got {have}")
     if params.cross is None and not (memory_pos is None and memory_mask is None):
         raise ValueError("block: memory_pos and memory_mask need a memory, and there is none")
+    if params.cross is not None and not isinstance(config.attn, AttentionConfig):
+        raise ValueError(NO_CROSS)
     if params.cross is not None and (config.parallel or config.reversible):
         kind = "parallel" if config.parallel else "reversible"
         raise ValueError(f"block: {kind} has no cross-attention, got params.cross")

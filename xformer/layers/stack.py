@@ -9,7 +9,8 @@ from xformer import layers, ops, renamed
 from xformer.backends import Generator
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
-from xformer.layers.block import SITES, BlockConfig, BlockParams
+from xformer.layers.attention_config import AttentionConfig
+from xformer.layers.block import NO_CROSS, SITES, BlockConfig, BlockParams
 from xformer.layers.blocks import blocks, order_of
 from xformer.layers.fit import require_blocks
 from xformer.layers.kv_cache import KVCache
@@ -66,6 +67,8 @@ class StackParams(NamedTuple):
             last_norm = config.norm.init(rng, config.d_model)
         shared = None
         if shared_memory:
+            if not isinstance(config.attn, AttentionConfig):
+                raise ValueError(NO_CROSS)
             shared = config.attn.key_value_init(rng, config.norm, draw=draw)
         table = None if relative_bias is None else relative_bias.init(rng, draw=draw)
         return StackParams(blocks, last_norm, shared, table)

@@ -16,6 +16,7 @@ from xformer.dispatch import inference, saved
 from xformer.initializers import normal, xavier_uniform
 from xformer.layers.advance import advance
 from xformer.layers.attention import KeyValue
+from xformer.layers.attention_config import AttentionConfig
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.kv_cache import KVCache, require_rows, truncated
@@ -81,6 +82,11 @@ class EncoderDecoder:
         require_configs("EncoderDecoder", self.decoder)
         if any(config.attn.xl for config in (*self.encoder, *self.decoder)):
             raise ValueError("EncoderDecoder: attn.xl is for decoder-only models")
+        if not all(isinstance(config.attn, AttentionConfig) for config in self.decoder):
+            raise ValueError(
+                "EncoderDecoder: a decoder's attn must be an AttentionConfig: latent attention has "
+                "no cross-attention"
+            )
         if self.decoder[0].reversible:
             raise ValueError("EncoderDecoder: a decoder's blocks cannot be reversible")
         if self.encoder[0].reversible and self.activation_checkpointing:

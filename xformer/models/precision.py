@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xformer.layers import BlockConfig
+from xformer.layers import AttentionConfig, BlockConfig
 
 REBUILT = (
     "backward rebuilds the input of each block from its output, and its rounding errors add up "
@@ -34,6 +34,8 @@ def _obstacle(config: BlockConfig) -> tuple[str, str] | None:
         return "reversible", REBUILT
     if config.residual_scale is not None:
         return "residual_scale", "ops.scale has no kernel for it; train in float32"
+    if not isinstance(config.attn, AttentionConfig):
+        return "latent attention", "it has no kernel for it; train in float32"
     if config.attn.xl:
         return "attn.xl", "ops.xl_attention has no kernel for it; train in float32"
     return None

@@ -10,6 +10,7 @@ from typing import Any
 
 from xformer import tree
 from xformer.backends import Generator
+from xformer.layers.attention_config import AttentionConfig
 from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.feed_forward import FeedForwardConfig
 from xformer.layers.residual import Sublayer
@@ -61,9 +62,14 @@ def parallel_block(config: BlockConfig, world: World, *, sequence: bool = False)
 
     ValueError, which names the option, for a block that cannot be cut.
     """
+    if not isinstance(config.attn, AttentionConfig):
+        raise ValueError(
+            f"parallel: attn must be an AttentionConfig, got {type(config.attn).__name__}, whose "
+            "latent vectors are for all heads"
+        )
     of_block = {f.name: getattr(config, f.name) for f in dataclasses.fields(BlockConfig)}
     if world.size > 1:
-        _require_cut(config, world)
+        _require_cut(config, config.attn, world)
     units: Any = {name: _own(n, world) for name, n in _hidden_units(config).items()}
     of_block["ffn"] = dataclasses.replace(config.ffn, **units)
     of_block["attn"] = dataclasses.replace(
@@ -89,9 +95,8 @@ def _own(n: int, world: World) -> int:
     return last - first
 
 
-def _require_cut(config: BlockConfig, world: World) -> None:
+def _require_cut(config: BlockConfig, attn: AttentionConfig, world: World) -> None:
     """ValueError unless the sublayers are sums over their heads and hidden units."""
-    attn = config.attn
     for name, n in (("n_heads", attn.n_heads), ("n_kv_heads", attn.kv_heads)):
         if n % world.size and not (name == "n_kv_heads" and n == 1):
             raise ValueError(f"parallel: {world.size} processes must divide {name} = {n}")
