@@ -42,7 +42,7 @@ KINDS = {  # the names of transformers' classes -> model_type
 # Their positions are counted over what is not pad_id; those of the others over all tokens.
 COUNTING = ("Camembert", "MPNet", "Roberta", "XLMRoberta")
 POOLED = [family for family in KINDS if family != "DistilBert"]
-MASKED, CLASSES = "ForMaskedLM", "ForSequenceClassification"
+MASKED, CLASSES, TOKENS = "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"
 
 
 def sizes_of(family: str) -> dict[str, Any]:

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from encoders import CLASSES, COUNTING, KINDS, MASKED, POOLED, T, batch, configured
+from encoders import CLASSES, COUNTING, KINDS, MASKED, POOLED, TOKENS, T, batch, configured
 from huggingface import Values, build, proof, transformers
 
 from xformer.pretrained.family import ACTIVATIONS
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("head", [MASKED, CLASSES, "Model"])
+@pytest.mark.parametrize("head", [MASKED, CLASSES, TOKENS, "Model"])
 @pytest.mark.parametrize("family", KINDS)
 def test_heads(family: str, head: str, side: str | None, tmp_path: Path) -> None:
     config = configured(family, {"num_labels": 5})

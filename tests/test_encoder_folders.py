@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from encoders import CLASSES, KINDS, MASKED, POOLED, T, configured, sizes_of
+from encoders import CLASSES, KINDS, MASKED, POOLED, TOKENS, T, configured, sizes_of
 from huggingface import build, on_meta, require_equal, rewritten, shapes_of, transformers
 from safetensors.numpy import load_file
 
@@ -187,7 +187,7 @@ def test_keys_that_change_nothing(family: str, changes: dict[str, Any]) -> None:
     assert replace(pretrained.model(config), hf_config=None) == replace(plain, hf_config=None)
 
 
-@pytest.mark.parametrize("head", [MASKED, CLASSES, "Model"])
+@pytest.mark.parametrize("head", [MASKED, CLASSES, TOKENS, "Model"])
 @pytest.mark.parametrize("family", KINDS)
 def test_what_a_configuration_leaves_out_is_as_in_transformers(family: str, head: str) -> None:
     config = getattr(transformers, f"{family}Config")()
@@ -206,8 +206,10 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers(family: str, head
         hf[probs],
         hf[hidden],
     )
-    if head == CLASSES:
-        key = {"DistilBert": "seq_classif_dropout", "Albert": "classifier_dropout_prob"}
+    if head in (CLASSES, TOKENS):
+        key = {"Albert": "classifier_dropout_prob"}
+        if head == CLASSES:
+            key["DistilBert"] = "seq_classif_dropout"
         assert model.head.dropout == hf.get(key.get(family, hidden))
 
 

@@ -504,3 +504,9 @@ def test_classifiers(tmp_path: Path) -> None:
     assert isinstance(model.head, Classifier)
     written = export.onnx(model, lively(model, 0), tmp_path / "bert.onnx")
     assert written.outputs == {"logits": "float64 (batch, 5)"}
+
+
+def test_token_classifiers(tmp_path: Path) -> None:
+    config = {"model_type": "bert", "architectures": ["BertForTokenClassification"], **BERT}
+    model = pretrained.model(config | {"num_labels": 5})
+    require_same(model, lively(model, 0), tmp_path / "bert.onnx", mask=True)

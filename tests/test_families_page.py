@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xformer import layers, ops
+from xformer import layers, models, ops
 from xformer.catalogue import cases
 from xformer.pretrained.families import FAMILIES
 
@@ -66,7 +66,7 @@ def test_features_have_their_places_and_cases() -> None:
     for feature, places, begins, _ in table("feature | where"):
         for place in quoted(places):
             room, _, name = place.partition(".")
-            assert name in {"ops": ops, "layers": layers}[room].__all__, feature
+            assert name in {"ops": ops, "layers": layers, "models": models}[room].__all__, feature
         for begin in quoted(begins):
             assert any(name.startswith(begin) for name in names), f"{feature}: {begin}"
         assert quoted(places) and quoted(begins)

@@ -28,6 +28,7 @@ from xformer.models import (
     LMHead,
     MaskedLMHead,
     Pooler,
+    TokenClassifier,
     Transformer,
 )
 from xformer.ops import RandomKey
@@ -92,6 +93,7 @@ MODELS = {
         head=MaskedLMHead(tied=False),
     ),
     "BERT, classes": LanguageModel(head=Classifier(3, dropout=0.2), **BERT),
+    "BERT, labels of tokens": LanguageModel(head=TokenClassifier(3, dropout=0.2), **BERT),
     "BERT, pooler": LanguageModel(head=Pooler(), **BERT),
     "ALBERT": LanguageModel(
         **BERT | {"embed": embed(5, positions="learned", project_bias=True)},
@@ -128,6 +130,8 @@ def inputs(name: str, batch: int, length: int, seed: int = 0) -> list[tuple[Any,
         return [tuple(vectors[: 2 if name == "two vectors" else 1])]
     if name == "BERT, classes":
         return [(x,), (x, rng.integers(0, 3, (batch,)))]
+    if name == "BERT, labels of tokens":
+        y = y % 3
     return [(x,), (x, y)] if name not in NO_LOSS else [(x,)]
 
 

@@ -21,7 +21,7 @@ from xformer.backends.numba.program import program
 from xformer.backends.numba.program.compiled import Compiled
 from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig, RelativeConfig, RopeConfig
 from xformer.layers.block import NORMS
-from xformer.models import Classifier, LanguageModel, LMHead, MaskedLMHead
+from xformer.models import Classifier, LanguageModel, LMHead, MaskedLMHead, TokenClassifier
 from xformer.ops.activation import ACTIVATIONS
 
 MANY = settings(
@@ -35,7 +35,7 @@ VOCAB, IGNORED = 19, -100
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "relative")
 HEADS = (
     *(LMHead(), LMHead(tied=False, bias=True), LMHead(softcap=3.0), MaskedLMHead()),
-    Classifier(5, token="last", dropout=0.3),
+    *(Classifier(5, token="last", dropout=0.3), TokenClassifier(5, dropout=0.3)),
 )
 EPS = 1e-2  # AdamW's: a gradient that is rounding alone takes no step of full size
 ROUNDING = {"float32": 4 * TINY, "float64": 1e-13}
@@ -65,7 +65,8 @@ class Sample(NamedTuple):
         """A batch; each text has a token at least."""
         rng = np.random.default_rng((self.seed, number))
         shape = self.batch, self.length
-        tokens, targets, masks = rng.integers(0, VOCAB, shape), rng.integers(0, VOCAB, shape), {}
+        tokens, targets = (rng.integers(0, high, shape) for high in self.model.id_sizes)
+        masks = {}
         if self.padding is not None:
             n = rng.integers(1, self.length + 1, (self.batch, 1))
             mask = np.arange(self.length) < n

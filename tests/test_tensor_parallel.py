@@ -25,6 +25,7 @@ from xformer.models import (
     LMHead,
     MaskedLMHead,
     Pooler,
+    TokenClassifier,
 )
 from xformer.parallel.parts import own_part
 from xformer.world import World, threads
@@ -548,7 +549,9 @@ def test_init_is_the_part_of_the_wholes() -> None:
         require_same(got, model.init(seed=4))
 
 
-@pytest.mark.parametrize("head", [Pooler(), Classifier(3)], ids=["pooler", "classifier"])
+@pytest.mark.parametrize(
+    "head", [Pooler(), Classifier(3), TokenClassifier(3)], ids=["pooler", "classifier", "tokens"]
+)
 def test_heads_over_labels_are_whole(head: Any) -> None:
     embed = layers.EmbedConfig(V, 12, 12, positions="none")
     attn, ffn = layers.AttentionConfig(12, 3), layers.FeedForwardConfig(20)

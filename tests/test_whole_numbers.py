@@ -21,7 +21,7 @@ from xformer.layers import (
     NormConfig,
     RelativeConfig,
 )
-from xformer.models import Classifier, Transformer
+from xformer.models import Classifier, TokenClassifier, Transformer
 from xformer.training import Pairs, Rows, TrainConfig, Windows
 from xformer.training.shuffle import permuted
 
@@ -49,6 +49,7 @@ def test_a_number_is_the_int(kind: Any) -> None:
         (ExpertsConfig, {"n_experts": 4, "top_k": 2, "d_ff": 100}),
         (RelativeConfig, {"n_heads": 2, "n_buckets": 8, "max_distance": 100}),
         (Classifier, {"n_labels": 3}),
+        (TokenClassifier, {"n_labels": 3}),
         (TrainConfig, {"steps": 100, "batch_size": 2, "seed": 7, "patience": 3}),
         (optim.Rule, {"min_ndim": 2}),
     ):

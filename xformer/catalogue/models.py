@@ -26,6 +26,7 @@ from xformer.models import (
     MaskedLMHead,
     Pooler,
     SegmentMemory,
+    TokenClassifier,
     Transformer,
 )
 from xformer.typing import Array
@@ -219,6 +220,11 @@ def _encoders(case: Any) -> Iterator[Case]:
     yield case("classifier", blocks, keywords=dropped, labels=3, head=head, **bert)
     no_bias = Classifier(3, dense="relu", bias=False)
     yield case("classifier, no bias", blocks, keywords=PADDED, labels=3, head=no_bias, **bert)
+    tags = TokenClassifier(3, dropout=0.3)
+    ignored: Options = {"ignore_index": 2}
+    yield case("token classifier", blocks, keywords=dropped | ignored, labels=3, head=tags, **bert)
+    plain = TokenClassifier(3, bias=False)
+    yield case("token classifier, no bias", blocks, "forward", PADDED, head=plain, **bert)
     hidden: Options = {"head": None, "out_dropout": 0.3, "final_norm": True}
     yield case("hidden states", blocks, "forward", dropped, **hidden, **bert)
     yield case("hidden states, pooler", blocks, "forward", head=Pooler(), **bert)

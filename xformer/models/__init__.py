@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         MaskedLMHead,
         MaskedLMHeadParams,
         Pooler,
+        TokenClassifier,
     )
     from xformer.models.language_model import LanguageModel, LanguageModelParams
     from xformer.models.lm_head import LMHead
@@ -34,6 +35,7 @@ __all__ = [
     "MaskedLMHeadParams",
     "Pooler",
     "SegmentMemory",
+    "TokenClassifier",
     "Transformer",
 ]
 
@@ -41,7 +43,7 @@ later(
     __name__,
     encoder_decoder="EncoderDecoder EncoderDecoderParams",
     gpt="GPT",
-    heads="Classifier ClassifierParams Head MaskedLMHead MaskedLMHeadParams Pooler",
+    heads="Classifier ClassifierParams Head MaskedLMHead MaskedLMHeadParams Pooler TokenClassifier",
     language_model="LanguageModel LanguageModelParams",
     lm_head="LMHead",
     segment_memory="SegmentMemory",

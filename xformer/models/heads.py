@@ -234,6 +234,81 @@ class ClassifierCache(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TokenClassifier:
+    """Logits of each token: x w + b, for named entities and other labels of tokens.
+
+    dropout: before w.
+    """
+
+    n_labels: int
+    bias: bool = True
+    dropout: float = 0.0
+    of_tokens: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        plain_numbers(self)
+        require_sizes("TokenClassifier", 1, n_labels=self.n_labels)
+        number("TokenClassifier", "dropout", self.dropout, low=0, high=1)
+
+    def init(
+        self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal
+    ) -> LinearParams:
+        """Initial parameters."""
+        return LinearParams.init(rng, (width, self.n_labels), draw=draw, bias=self.bias)
+
+    def forward(
+        self,
+        x: Array,
+        params: LinearParams,
+        table: Array,
+        *,
+        mask: Array | None = None,
+        dropout_key: ops.RandomKey | None = None,
+    ) -> tuple[Array, TokenClassifierCache]:
+        """Logits (B, T, n_labels). x: (B, T, D)   mask: not used."""
+        return self._topped(linear, x, params, dropout_key)
+
+    def loss(
+        self,
+        x: Array,
+        params: LinearParams,
+        table: Array,
+        *,
+        targets: Array,
+        mask: Array | None = None,
+        dropout_key: ops.RandomKey | None = None,
+        **options: Any,
+    ) -> tuple[Array, TokenClassifierCache]:
+        """The cross-entropy of targets (B, T). options: of `ops.cross_entropy`.
+
+        mask: not used. Padding needs the targets `ignore_index`.
+        """
+        return self._topped(partial(linear_loss, targets, options), x, params, dropout_key)
+
+    def _topped(
+        self, top: Top, x: Array, params: LinearParams, dropout_key: ops.RandomKey | None
+    ) -> tuple[Array, TokenClassifierCache]:
+        """top(dropout(x), params), with its cache."""
+        rate = 0.0 if dropout_key is None else self.dropout
+        x, drop = ops.dropout(x, rate=rate, key=dropout_key)
+        y, cache = top(x, params)
+        return y, TokenClassifierCache(drop, cache)
+
+
+@short
+class TokenClassifierCache(NamedTuple):
+    """Saved by `TokenClassifier.forward` and `loss` for backward. For a loss, dy is dloss."""
+
+    drop: Any  # of `ops.dropout`
+    top: Any  # of `layers.linear`, or of its loss
+
+    def backward(self, dy: Array) -> tuple[Array, LinearParams, None]:
+        """Gradients of x and params, and None: the table is not used."""
+        dx, dparams = self.top.backward(dy)
+        return self.drop.backward(dx), dparams, None
+
+
+@dataclass(frozen=True)
 class Pooler:
     """BERT's pooler: tanh(x w + b), with x the hidden state of the first token.
 
@@ -286,4 +361,4 @@ class PoolerTanhCache(NamedTuple):
         return dx, dparams
 
 
-Head = LMHead | MaskedLMHead | Classifier | Pooler
+Head = LMHead | MaskedLMHead | Classifier | TokenClassifier | Pooler

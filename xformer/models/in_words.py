@@ -6,7 +6,7 @@ from typing import Any
 
 from xformer.models.encoder_decoder import EncoderDecoder
 from xformer.models.gpt import GPT
-from xformer.models.heads import Classifier, MaskedLMHead, Pooler
+from xformer.models.heads import Classifier, MaskedLMHead, Pooler, TokenClassifier
 from xformer.models.language_model import LanguageModel
 from xformer.models.lm_head import LMHead
 from xformer.models.transformer import Transformer
@@ -31,6 +31,9 @@ def _kind(model: EncoderDecoder | LanguageModel) -> str:
     if isinstance(model.head, Classifier):
         n = model.head.n_labels
         return f"a classifier of {n} {'class' if n == 1 else 'classes'}"
+    if isinstance(model.head, TokenClassifier):
+        n = model.head.n_labels
+        return f"a token classifier of {n} {'label' if n == 1 else 'labels'}"
     if isinstance(model.head, LMHead):
         return "a causal language model" if model.causal else "a language model that is not causal"
     if isinstance(model.head, MaskedLMHead):

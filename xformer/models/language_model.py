@@ -225,7 +225,9 @@ class LanguageModel:
         types: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, LanguageModelCache]:
-        """Logits (B, T, V), or (B, n_labels) of a Classifier, or hidden states (B, T, D).
+        """Logits (B, T, V), or hidden states (B, T, D) without a head that gives logits.
+
+        A Classifier gives (B, n_labels), a TokenClassifier (B, T, n_labels).
 
         tokens: (B, T) integers in [0, V); vectors (B, T, D) if embed is None
         mask: (B, T), True = a token, False = padding on either side, which never changes the
@@ -485,7 +487,7 @@ class LanguageModel:
     ) -> tuple[Array, LossCache[LanguageModelParams] | BalancedLossCache]:
         """The mean cross-entropy in nats, plus the weighted losses of routers.
 
-        targets: (B, T) for a head over the vocabulary, (B,) for a Classifier
+        targets: (B,) for a Classifier, (B, T) for other heads
         options: of `ops.cross_entropy`
         For the other arguments and errors see `forward`.
         """

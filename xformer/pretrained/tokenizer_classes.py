@@ -204,7 +204,7 @@ def _xlm_roberta(inner: Any, config: Config) -> None:
 
 def _camembert(inner: Any, config: Config) -> None:
     unknown = content(config, "unk_token")
-    _require_unknown(inner, config, unknown and inner.token_to_id(unknown) or 0)
+    _require_unknown(inner, config, (unknown and inner.token_to_id(unknown)) or 0)
     _words(inner, spaced=config.flag("add_prefix_space", default=True))
 
 
@@ -306,9 +306,7 @@ KINDS = {
     "GPT2Tokenizer": Kind(
         "BPE", _same("bos", "eos", "unk", token=END) | _same("pad", token=None), _byte_level
     ),
-    "MPNetTokenizer": Kind(
-        "WordPiece", _ROBERTA | {"unk_token": "[UNK]"}, _bert, _roberta_ends
-    ),
+    "MPNetTokenizer": Kind("WordPiece", _ROBERTA | {"unk_token": "[UNK]"}, _bert, _roberta_ends),
     "RobertaTokenizer": Kind("BPE", _ROBERTA, _byte_level, _roberta_ends),
     "GPTNeoXTokenizer": Kind(
         "BPE",

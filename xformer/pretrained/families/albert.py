@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from xformer.models import Classifier, LanguageModel, MaskedLMHead
+from xformer.models import Classifier, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert
 from xformer.pretrained.family import Family, rate
@@ -16,7 +16,7 @@ from xformer.pretrained.names import Links, attention, linear, norm, same
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration.
 
-    head: "masked-lm", "classifier", or "hidden", a model without a head
+    head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head
     names: of the file's tensors; None: unknown. A "hidden" model has a pooler if a name contains
         "pooler.", and if names is None.
     """
@@ -28,6 +28,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         top = MaskedLMHead(config.ffn.activation, config.norm.eps)
     elif head == "classifier":
         top = Classifier(c.labels(), dropout=rate(c, "classifier_dropout_prob", 0.1))
+    elif head == "token_classifier":
+        top = TokenClassifier(c.labels(), dropout=rate(c, "classifier_dropout_prob", 0.1))
     model = bert.encoder(
         c,
         config,
@@ -64,6 +66,8 @@ def links(model: LanguageModel) -> Links:
     elif isinstance(model.head, Classifier):
         yield from linear("albert.pooler", "head.dense")
         yield from linear("classifier", "head.out")
+    elif isinstance(model.head, TokenClassifier):
+        yield from linear("classifier", "head")
     else:
         yield from linear("albert.pooler", "head")
 
@@ -72,6 +76,7 @@ FAMILY = Family(
     heads={
         "AlbertForMaskedLM": "masked-lm",
         "AlbertForSequenceClassification": "classifier",
+        "AlbertForTokenClassification": "token_classifier",
         "AlbertModel": "hidden",
     },
     build=build,

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
-from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler
+from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler, TokenClassifier
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, activation, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm, same
@@ -15,7 +15,7 @@ from xformer.pretrained.names import Links, attention, linear, norm, same
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration.
 
-    head: "masked-lm", "classifier", or "hidden", a model without a head
+    head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head
     names: of the file's tensors; None: unknown. A "hidden" model has a pooler if a name contains
         "pooler.", and if names is None.
     """
@@ -30,6 +30,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         top = MaskedLMHead(config.ffn.activation, config.norm.eps)
     elif head == "classifier":
         top = Classifier(c.labels(), dropout=classifier_dropout(c, config))
+    elif head == "token_classifier":
+        top = TokenClassifier(c.labels(), dropout=classifier_dropout(c, config))
     return encoder(c, config, top)
 
 
@@ -108,7 +110,8 @@ def classifier_dropout(c: Config, config: BlockConfig) -> float:
 def links(model: LanguageModel, name: str = "bert") -> Links:
     """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
 
-    They are the tensors of the encoder and of the model's head: masked LM, classifier or pooler.
+    They are the tensors of the encoder and of the model's head: masked LM, classifier, token
+    classifier or pooler.
 
     name: the prefix of the tensors of encoder and pooler
     """
@@ -134,6 +137,8 @@ def links(model: LanguageModel, name: str = "bert") -> Links:
     elif isinstance(model.head, Classifier):
         yield from linear(f"{name}.pooler.dense", "head.dense")
         yield from linear("classifier", "head.out")
+    elif isinstance(model.head, TokenClassifier):
+        yield from linear("classifier", "head")
     else:
         yield from linear(f"{name}.pooler.dense", "head")
 
@@ -150,6 +155,7 @@ FAMILY = Family(
     heads={
         "BertForMaskedLM": "masked-lm",
         "BertForSequenceClassification": "classifier",
+        "BertForTokenClassification": "token_classifier",
         "BertModel": "hidden",
     },
     build=build,

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
-from xformer.models import Classifier, LanguageModel, MaskedLMHead
+from xformer.models import Classifier, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, activation, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm, same
@@ -17,7 +17,8 @@ EPS = 1e-12
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration.
 
-    head: "masked-lm", "classifier", or "hidden", a model without a head or pooler
+    head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head or
+        pooler
     names: not used
     """
     if head == "masked-lm":
@@ -50,6 +51,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         top = MaskedLMHead(ffn.activation, EPS)
     elif head == "classifier":
         top = Classifier(c.labels(), dense="relu", dropout=last)
+    elif head == "token_classifier":
+        top = TokenClassifier(c.labels(), dropout=block.dropout)
     return LanguageModel(embed, (block,) * layers(c, "n_layers", 6), causal=False, head=top)
 
 
@@ -72,6 +75,8 @@ def links(model: LanguageModel) -> Links:
         yield from linear("vocab_transform", "head.dense")
         yield from norm("vocab_layer_norm", "head.norm")
         yield from same("vocab_projector.bias", "head.b")
+    elif isinstance(model.head, TokenClassifier):
+        yield from linear("classifier", "head")
     else:
         yield from linear("pre_classifier", "head.dense")
         yield from linear("classifier", "head.out")
@@ -81,6 +86,7 @@ FAMILY = Family(
     heads={
         "DistilBertForMaskedLM": "masked-lm",
         "DistilBertForSequenceClassification": "classifier",
+        "DistilBertForTokenClassification": "token_classifier",
         "DistilBertModel": "hidden",
     },
     build=build,

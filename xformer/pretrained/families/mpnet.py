@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from xformer.layers import RelativeConfig
-from xformer.models import Classifier, LanguageModel, MaskedLMHead
+from xformer.models import Classifier, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert, roberta
 from xformer.pretrained.family import Family
@@ -17,7 +17,7 @@ from xformer.pretrained.names import Links, attention, linear, norm, same
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration.
 
-    head: "masked-lm", "classifier", or "hidden", a model without a head
+    head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head
     names: of the file's tensors; None: unknown. A "hidden" model has a pooler if a name contains
         "pooler.", and if names is None.
     """
@@ -27,6 +27,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         top = MaskedLMHead("gelu", config.norm.eps)
     elif head == "classifier":
         top = Classifier(c.labels(), dense_dropout=config.dropout, dropout=config.dropout)
+    elif head == "token_classifier":
+        top = TokenClassifier(c.labels(), dropout=config.dropout)
     # transformers reads neither: positions begin at 2, and there are always 32 buckets.
     c.only("relative_attention_num_buckets", 32)
     model = bert.encoder(c, config, top, vocab_size=30527, offset=2, n_types=0)
@@ -45,7 +47,9 @@ def links(model: LanguageModel) -> Links:
         yield from linear(f"{theirs}.output.dense", f"{ours}.ffn.down")
         yield from norm(f"{theirs}.output.LayerNorm", f"{ours}.ffn_norm")
     yield from roberta.head_links(model)
-    if not isinstance(model.head, MaskedLMHead | Classifier):
+    if isinstance(model.head, TokenClassifier):
+        yield from linear("classifier", "head")
+    elif not isinstance(model.head, MaskedLMHead | Classifier):
         yield from linear("mpnet.pooler.dense", "head")
 
 
@@ -53,6 +57,7 @@ FAMILY = Family(
     heads={
         "MPNetForMaskedLM": "masked-lm",
         "MPNetForSequenceClassification": "classifier",
+        "MPNetForTokenClassification": "token_classifier",
         "MPNetModel": "hidden",
     },
     build=build,

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler
+from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler, TokenClassifier
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert
 from xformer.pretrained.family import Family
@@ -16,7 +16,7 @@ from xformer.pretrained.names import Links, linear, norm, same
 def build(c: Config, head: str, names: Collection[str] | None, *, vocab_size: int) -> LanguageModel:
     """Return the model of a configuration.
 
-    head: "masked-lm", "classifier", or "hidden", a model without a head
+    head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head
     names: of the file's tensors; None: unknown. A "hidden" model has a pooler if a name contains
         "pooler.", and if names is None.
     vocab_size: the family's default
@@ -28,6 +28,8 @@ def build(c: Config, head: str, names: Collection[str] | None, *, vocab_size: in
     elif head == "classifier":
         rate = bert.classifier_dropout(c, config)
         top = Classifier(c.labels(), dense_dropout=rate, dropout=rate)
+    elif head == "token_classifier":
+        top = TokenClassifier(c.labels(), dropout=bert.classifier_dropout(c, config))
     offset = c.integer("pad_token_id", default=1) + 1
     return bert.encoder(c, config, top, vocab_size=vocab_size, offset=offset)
 
@@ -35,11 +37,12 @@ def build(c: Config, head: str, names: Collection[str] | None, *, vocab_size: in
 def links(model: LanguageModel) -> Links:
     """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
 
-    The names are BERT's, except for the heads.
+    The names are BERT's, except for the heads of masked LMs and classifiers.
     """
     yield from head_links(model)
+    is_berts = isinstance(model.head, TokenClassifier | Pooler | None)
     for link in bert.links(model, "roberta"):
-        if model.head is None or isinstance(model.head, Pooler) or "head" not in link.ours[0]:
+        if is_berts or "head" not in link.ours[0]:
             yield link
 
 
@@ -63,6 +66,7 @@ def family(name: str, *, vocab_size: int) -> Family:
         heads={
             f"{name}ForMaskedLM": "masked-lm",
             f"{name}ForSequenceClassification": "classifier",
+            f"{name}ForTokenClassification": "token_classifier",
             f"{name}Model": "hidden",
         },
         build=partial(build, vocab_size=vocab_size),
