@@ -9,7 +9,7 @@ import struct
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +243,7 @@ def test_batches_are_cut(bert: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("max_len", [3, 9, 400])
+@pytest.mark.parametrize("max_len", [3, 9, 10, 400])
 def test_cutting_equals_the_packages(tmp_path: Path, max_len: int, side: str) -> None:
     """`_inner.enable_truncation`, which other threads would see, is the judge."""
     makers: tuple[Any, ...] = (word_piece, byte_level, byte_level)
@@ -256,6 +256,12 @@ def test_cutting_equals_the_packages(tmp_path: Path, max_len: int, side: str) ->
         for text in TEXTS:
             ids, mask = ours.batch([text], max_len=max_len)
             assert ids[mask].tolist() == judge.encode(text).ids, text
+        for a, b in product(TEXTS, TEXTS) if max_len > 4 else ():
+            found, wanted = ours.encoding(a, b, max_len=max_len), judge.encode(a, b)
+            assert found.ids == wanted.ids and found.types == wanted.type_ids, (a, b)
+            if side == "right":  # the package trims spaces of the first token that stays otherwise
+                assert found.spans == wanted.offsets, (a, b)
+            assert found.special == list(map(bool, wanted.special_tokens_mask)), (a, b)
 
 
 class Watched:
@@ -270,9 +276,9 @@ class Watched:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AssertionError(f"a call set {name} of a tokenizer that threads share")
 
-    def encode(self, text: str, **options: Any) -> Any:
+    def encode(self, *texts: Any, **options: Any) -> Any:
         self.meeting.wait()  # both threads are amid their calls
-        encoding = self.inner.encode(text, **options)
+        encoding = self.inner.encode(*texts, **options)
         self.meeting.wait()
         return encoding
 
@@ -308,6 +314,22 @@ def test_what_makes_no_batch(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         bert.batch(texts, **options)
+
+
+def test_a_pair_without_types(tmp_path: Path) -> None:
+    names = ["input_ids", "attention_mask"]
+    plain = tokenizer(word_piece(tmp_path, model_input_names=names)).encoding("hello", "h")
+    assert plain.ids == [2, 5, 3, 10, 3] and plain.types == [0] * 5
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert tokenizer(tmp_path).encoding("hello", "h").types == [0, 0, 0, 1, 1]
+
+
+def test_what_makes_no_pair(bert: Tokenizer) -> None:
+    assert bert.encoding("hello, hello", "h", max_len=4).ids == [2, 5, 3, 3]
+    with pytest.raises(ValueError, match="max_len must exceed the 3 special tokens, got 3"):
+        bert.encoding("hello", "h", max_len=3)
+    with pytest.raises(TypeError, match="text must be a string, got int"):
+        bert.encoding("hello", 3)
 
 
 def test_ids_that_cannot_be(bert: Tokenizer) -> None:

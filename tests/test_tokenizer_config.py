@@ -229,6 +229,14 @@ def test_the_ids_are_those_of_transformers(
         part = theirs(text, add_special_tokens=False)["input_ids"]
         assert ours.encode(text, special=False) == part, text
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+    for pair in zip(ALL, ALL[::-1], strict=True):
+        found = ours.encoding(*pair)
+        masks = {"return_special_tokens_mask": True, "return_offsets_mapping": True}
+        wanted = {name: rows[0] for name, rows in theirs([pair], **masks).items()}
+        assert found.ids == wanted["input_ids"], pair
+        assert found.types == wanted.get("token_type_ids", found.types), pair
+        assert found.special == list(map(bool, wanted["special_tokens_mask"])), pair
+        assert found.spans == wanted["offset_mapping"], pair
     for kind in ("bos", "eos", "pad", "mask"):
         if f"{kind}_token" in files.get("tokenizer_config", {}):
             assert getattr(ours, f"{kind}_id") == getattr(theirs, f"{kind}_token_id")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,15 @@ def tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     return Tokenizer(inner, config, str(root), usual)
 
 
+class Encoding(NamedTuple):
+    """The tokens of a text, or of a pair of texts."""
+
+    ids: list[int]
+    types: list[int]  # token types: 1 for the second text of a pair, if the model has them
+    spans: list[tuple[int, int]]  # the characters text[start:end] of each token; else (0, 0)
+    special: list[bool]  # whether the tokenizer added the token
+
+
 class Tokenizer:
     """A tokenizer, which encodes text to ids and decodes ids to text.
 
@@ -69,6 +78,8 @@ class Tokenizer:
         inner.no_truncation()  # a file may enable truncation and padding; here the caller decides
         inner.no_padding()
         self._inner, self._where = inner, where
+        inputs = config.texts("model_input_names", default=("token_type_ids",))
+        self._has_types = "token_type_ids" in inputs
         self._tokens = {kind: self._token(kind, config, usual) for kind in USUAL}
         ids = (inner.token_to_id(token) if token else None for token in self._tokens.values())
         self.bos_id, self.eos_id, self.pad_id, self.mask_id = ids
@@ -95,6 +106,33 @@ class Tokenizer:
         with translated(self._where):
             ids: list[int] = self._inner.encode(_checked(text), add_special_tokens=special).ids
         return ids
+
+    def encoding(
+        self, text: str, second: str | None = None, *, max_len: int | None = None
+    ) -> Encoding:
+        """The tokens of a text or of a pair of texts, with the model's special tokens.
+
+        second: the second text of a pair
+        max_len: of more tokens the longer text of a pair loses the first, until both are of equal
+            length ("longest_first" of transformers); at truncation_side; special tokens stay. None:
+            no limit.
+
+        ValueError if max_len has no room for text.
+        """
+        extra = self._inner.num_special_tokens_to_add(second is not None)
+        if max_len is not None and max_len <= extra:
+            message = f"max_len must exceed the {extra} special tokens, got {max_len}"
+            raise ValueError(f"encode: {message}")
+        texts = _checked(text), None if second is None else _checked(second)
+        with translated(self._where):
+            found = self._inner.encode(*texts)
+        types = found.type_ids if self._has_types else [0] * len(found.ids)
+        special = [bool(flag) for flag in found.special_tokens_mask]
+        whole = Encoding(found.ids, types, found.offsets, special)
+        if max_len is None or len(found.ids) <= max_len:
+            return whole
+        kept = _kept(found.sequence_ids, max_len, self.truncation_side)
+        return Encoding(*([field[i] for i in kept] for field in whole))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without special tokens and unknown ids.
@@ -131,7 +169,8 @@ class Tokenizer:
         """
         self._require(texts, side, max_len)
         rows = [
-            self.encode(t) if max_len is None else self._encode_truncated(t, max_len) for t in texts
+            self.encode(t) if max_len is None else self.encoding(t, max_len=max_len).ids
+            for t in texts
         ]
         pad = next((i for i in (self.pad_id, self.eos_id) if i is not None), 0)
         ids = np.full((len(rows), max(map(len, rows), default=0)), pad, np.int64)
@@ -164,19 +203,6 @@ class Tokenizer:
             for part, text in zip(parts, texts.values(), strict=True):
                 part.write_text(text, encoding="utf-8")
 
-    def _encode_truncated(self, text: str, max_len: int) -> list[int]:
-        """At most max_len ids: the text is truncated, then special tokens are added around it.
-
-        The text loses tokens at `truncation_side`. The package's `enable_truncation` is not used,
-        because it would also truncate the texts that other threads encode.
-        """
-        limit = max_len - self._inner.num_special_tokens_to_add(False)
-        with translated(self._where):
-            encoding = self._inner.encode(_checked(text), add_special_tokens=False)
-            encoding.truncate(limit, direction=self.truncation_side)
-            ids: list[int] = self._inner.post_process(encoding).ids
-        return ids
-
     def _token(self, kind: str, config: Config, usual: Mapping[str, str | None]) -> str | None:
         """The token of a kind if the vocabulary has it: configured, of the class, or usual."""
         names: Iterable[str | None] = USUAL[kind]
@@ -193,6 +219,24 @@ class Tokenizer:
         if max_len is not None and max_len <= extra:
             message = f"max_len must exceed the {extra} special tokens, got {max_len}"
             raise ValueError(f"batch: {message}")
+
+
+def _kept(sequences: Sequence[int | None], max_len: int, side: str) -> list[int]:
+    """The indices of the max_len tokens that stay.
+
+    The package's `enable_truncation` is not used, because it would also truncate the texts that
+    other threads encode.
+
+    sequences: the number of each token's text, 0 or 1; None for a special token, which stays
+    """
+    first, second = ([i for i, number in enumerate(sequences) if number == n] for n in (0, 1))
+    room = max_len - sequences.count(None)
+    fewer = min(len(first), len(second), room // 2)
+    lengths = (fewer, room - fewer) if len(first) <= len(second) else (room - fewer, fewer)
+    kept: set[int] = set()
+    for text, n in zip((first, second), lengths, strict=True):
+        kept.update(text[:n] if side == "right" else text[len(text) - n :])
+    return [i for i, number in enumerate(sequences) if number is None or i in kept]
 
 
 def _checked(text: Any) -> str:

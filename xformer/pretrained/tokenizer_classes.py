@@ -80,8 +80,11 @@ def ends(inner: Any, config: Config) -> None:
         if config.flag(f"add_{side}_token", default=False) and content(config, f"{side}_token")
     }
     before, after = ([tokens[side][0]] if side in tokens else [] for side in ("bos", "eos"))
+    second = [f"{token}:1" for token in (*before, "$B", *after)]
     inner.post_processor = package().processors.TemplateProcessing(
-        single=[*before, "$A", *after], special_tokens=list(tokens.values())
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *second],
+        special_tokens=list(tokens.values()),
     )
 
 
@@ -120,7 +123,12 @@ def _byte_level(inner: Any, config: Config) -> None:
 
 def _roberta_ends(inner: Any, config: Config) -> None:
     sep, cls = (with_id(inner, config, kind) for kind in ("sep_token", "cls_token"))
-    inner.post_processor = package().processors.RobertaProcessing(sep, cls)
+    inner.post_processor = package().processors.RobertaProcessing(
+        sep,
+        cls,
+        trim_offsets=config.flag("trim_offsets", default=True),
+        add_prefix_space=config.flag("add_prefix_space", default=False),
+    )
 
 
 def _neox(inner: Any, config: Config) -> None:
