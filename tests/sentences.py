@@ -52,7 +52,9 @@ def write_tokenizer(folder: Path, *, special: bool = True) -> None:
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     if special:
         inner.post_processor = tokenizers.processors.TemplateProcessing(
-            single=["[CLS]", "$A", "[SEP]"], special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+            single=["[CLS]", "$A", "[SEP]"],
+            pair=["[CLS]", "$A", "[SEP]", "$B:1", "[SEP]:1"],
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
         )
     inner.save(str(folder / "tokenizer.json"))
 

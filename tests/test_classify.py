@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sentences import BERT, LLAMA, TEXTS, cut_left, write_model, write_tokenizer
+from sentences import BERT, LLAMA, TEXTS, cut_left, write, write_model, write_tokenizer
 
 from xformer import pretrained, tree
 from xformer.backends import Backend
@@ -121,7 +121,89 @@ def test_a_long_text_is_cut(tmp_path: Path) -> None:
     assert np.allclose(got[1], classify(model, params, own, ["the " * 22]), rtol=0, atol=1e-12)
 
 
+# Pairs of texts
+
+PAIRS = [(TEXTS[0], "why"), ("a dog", TEXTS[2]), ("", "it was"), (TEXTS[2], TEXTS[2])]
+
+
+@pytest.mark.parametrize("max_len", [24, 9])
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert"])
+def test_pairs_as_transformers(family: str, max_len: int, tmp_path: Path) -> None:
+    """BERT has token types. Where pairs are cut, the longer text is."""
+    huggingface = pytest.importorskip("huggingface")  # skips without torch or transformers
+    torch, transformers = huggingface.torch, huggingface.transformers
+    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=24, num_labels=3, pad_token_id=0, max_position_embeddings=30,
+        **{"dim": 12, "n_heads": 2, "n_layers": 2} if family == "DistilBert" else sizes,
+    )  # fmt: skip
+    hf = huggingface.build(getattr(transformers, f"{family}ForSequenceClassification"), config)
+    hf.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if family == "Bert" else [])]
+    plain = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": names}
+    write(tmp_path, tokenizer_config=plain)
+    own, theirs = tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with huggingface.double_precision(), torch.no_grad():
+        rows = []
+        for pair in PAIRS:
+            options = {"truncation": True, "max_length": max_len, "return_tensors": "pt"}
+            rows.append(hf(**theirs([pair], **options)).logits[0])
+        want = torch.softmax(torch.stack(rows), -1).numpy()
+    model, params = pretrained.load(tmp_path, dtype="float64")
+    with pytest.warns(UserWarning, match=f"classify: cut to {max_len} tokens: text") as caught:
+        got = classify(model, params, own, PAIRS, max_len=max_len, batch_size=3)
+    assert np.allclose(got, want, rtol=0, atol=huggingface.FLOAT64) and len(caught) == 1
+
+
+def test_pairs_beside_single_texts(tmp_path: Path) -> None:
+    model, params, own = opened(tmp_path)
+    mixed = classify(model, params, own, ["a dog", ("a dog", "why"), ["why", "a dog"]])
+    parts = [
+        classify(model, params, own, ["a dog"]),
+        classify(model, params, own, [("a dog", "why"), ("why", "a dog")]),
+    ]
+    assert np.allclose(mixed, np.concatenate(parts), rtol=0, atol=1e-12)
+    found = own.encoding("a dog", "why")
+    logits, _ = model.forward(params, np.asarray([found.ids]), types=np.asarray([found.types]))
+    want = np.exp(logits) / np.exp(logits).sum()
+    assert np.allclose(mixed[1], want, rtol=0, atol=1e-12)
+    without = model.forward(params, np.asarray([found.ids]))[0]
+    assert np.abs(without - logits).max() > 1e-3  # the types count
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([("a", "b", "c")], "classify: text 1 must be a string or 2 strings, got 3"),
+        (["a", ("a",)], "classify: text 2 must be a string or 2 strings, got 1"),
+        ([("a", 3)], "classify: text 1 must be a string or 2 strings, got int"),
+        ([{"text": "a"}], "classify: text 1 must be a string or 2 strings, got dict"),
+        ([("a", "\ud800")], "classify: text 1"),
+    ],
+)
+def test_what_is_no_pair(tmp_path: Path, texts: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        classify(*opened(tmp_path), texts)
+
+
 # The command
+
+
+def test_the_command_reads_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, params, own = opened(tmp_path)
+    (probs,) = classify(model, params, own, [("a dog", "why")])
+    command = ["classify", "--model", str(tmp_path), "--dtype", "float64", "--pairs"]
+    assert main([*command, "a dog\twhy", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["text"] == ["a dog", "why"]
+    assert np.allclose([c["probability"] for c in found["probabilities"]], probs, rtol=1e-6)
+    assert main([*command, "a dog\twhy", "--top", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "a dog | why"
+    for text in ("a dog", "a\tb\tc"):
+        assert main([*command, "a\tb", text]) == 1
+        err = capsys.readouterr().err
+        assert "--pairs: text 2 must be two texts with a tab between them" in err
 
 
 def test_the_end_of_a_long_text_is_read_as_by_transformers(tmp_path: Path) -> None:

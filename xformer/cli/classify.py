@@ -22,6 +22,8 @@ def add_parser(subparsers: Any) -> None:
         description="Print the class probabilities of each text.",
     )
     add_options(parser)
+    pairs = "each text is a pair of texts with a tab between them"
+    parser.add_argument("--pairs", action="store_true", help=pairs)
     top = "print the N most likely classes (default: 5)"
     parser.add_argument("--top", type=int, default=5, metavar="N", help=top)
     parser.set_defaults(run=run)
@@ -32,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
 
     In JSON the classes are a list in the order of their ids, because two may have the same name.
     """
-    texts = texts_of(args)
+    texts: list[Any] = texts_of(args)
+    if args.pairs:
+        texts = [_pair(text, i) for i, text in enumerate(texts)]
     if args.top < 1:
         raise ValueError(f"--top must be at least 1, got {args.top}")
     with watched("classifying", len(texts)) as progress:
@@ -56,8 +60,18 @@ def run(args: argparse.Namespace) -> int:
             ]
             print(json.dumps({"text": text, "label": label, "probabilities": classes}))
         else:
-            print("\n".join([shown(text), *_lines(names, probs, args.top)]))
+            title = " | ".join(text) if args.pairs else text
+            print("\n".join([shown(title), *_lines(names, probs, args.top)]))
     return 0
+
+
+def _pair(text: str, i: int) -> list[str]:
+    pair = text.split("\t")
+    if len(pair) != 2:
+        raise ValueError(
+            f"--pairs: text {i + 1} must be two texts with a tab between them, got {text!r:.40}"
+        )
+    return pair
 
 
 def _lines(names: list[str], probs: np.ndarray, top: int) -> list[str]:

@@ -28,6 +28,7 @@ NUMPY_TOKENS = 1024
 WANTED = {"embed": "an encoder, such as all-MiniLM-L6-v2, or a decoder", "classify": "a classifier"}
 KEPT = 8  # models whose programs are kept
 Progress = Callable[[int], Any]
+Text = str | Sequence[str]  # a text, or a pair of texts
 
 
 def by_batch(
@@ -35,10 +36,11 @@ def by_batch(
     model: Any,
     params: Any,
     tokenizer: Any,
-    texts: Sequence[str],
+    texts: Sequence[Text],
     forward: Forward,
     width: int,
     *,
+    pairs: bool = False,
     max_len: int | None,
     prompt: str,
     batch_size: int,
@@ -50,17 +52,20 @@ def by_batch(
     few lengths (`compiling.bucket`).
 
     what: the caller's name, for messages
-    forward: forward(params, tokens (B, T), mask (B, T)) -> (B, width)
+    forward: forward(params, tokens (B, T), mask (B, T)) -> (B, width); with the token types (B, T)
+        as a further argument if the model has them and a text is a pair
+    pairs: whether a text may be a pair of texts
     progress: called with the number of texts after each batch
     For the other arguments and errors see `embed`.
     """
-    texts = _listed(what, texts)
+    texts = _listed(what, texts, pairs)
     if not isinstance(prompt, str):
         raise TypeError(f"{what}: prompt must be a string, got {type(prompt).__name__}")
     (batch_size,) = require_sizes(what, 1, batch_size=batch_size)
     limit = longest(what, model, max_len)
-    encoded = _encoded(what, tokenizer, texts, prompt, limit)
+    encoded, types = _encoded(what, tokenizer, texts, prompt, limit)
     _require_text_ids(what, encoded, model.embed.vocab_size)
+    fields = [encoded] if types is None or model.embed.n_types < 2 else [encoded, types]
     table = value(params.embed.table)
     backend = replace(backends.backend_of(table), device=device(table))
     y = np.empty((len(texts), width), backend.to_numpy(table[:0, :]).dtype)
@@ -68,10 +73,12 @@ def by_batch(
     if records(params):
         lengths = [max(n, min(bucket(n), limit)) for n in lengths]
     for numbers in _batches(lengths, batch_size, backend):
-        tokens, mask = _padded([encoded[i] for i in numbers], lengths[numbers[0]])
+        (tokens, *more), mask = _padded(
+            [[field[i] for i in numbers] for field in fields], lengths[numbers[0]]
+        )
         with backend.active():
-            rows = forward(params, backend.asarray(tokens), backend.asarray(mask))
-            y[numbers] = backend.to_numpy(rows)
+            arrays = map(backend.asarray, (tokens, mask, *more))
+            y[numbers] = backend.to_numpy(forward(params, *arrays))
         if progress is not None:
             progress(len(numbers))
     return y
@@ -88,16 +95,23 @@ def require_language_model(what: str, model: Any) -> None:
         raise ValueError(f"{what}: the model must read tokens, got one that reads vectors")
 
 
-def _listed(what: str, texts: Any) -> list[str]:
+def _listed(what: str, texts: Any, pairs: bool) -> list[Text]:
+    """The texts as a list. TypeError or ValueError for other objects; see `by_batch`."""
     if isinstance(texts, str | bytes):
         raise TypeError(f"{what}: texts must be a list of texts, got one text")
     if not isinstance(texts, Iterable):
         raise TypeError(f"{what}: texts must be a list of texts, got {type(texts).__name__}")
     listed = list(texts)
     for i, text in enumerate(listed):
-        if not isinstance(text, str):
-            raise TypeError(f"{what}: text {i + 1} must be a string, got {type(text).__name__}")
-        require_utf8(f"{what}: text {i + 1}", text)
+        name = f"{what}: text {i + 1}"
+        is_pair = pairs and isinstance(text, list | tuple)
+        if is_pair and len(text) != 2:
+            raise ValueError(f"{name} must be a string or 2 strings, got {len(text)}")
+        for part in text if is_pair else (text,):
+            if not isinstance(part, str):
+                wanted = "a string or 2 strings" if pairs else "a string"
+                raise TypeError(f"{name} must be {wanted}, got {type(part).__name__}")
+            require_utf8(name, part)
     return listed
 
 
@@ -110,25 +124,37 @@ def longest(what: str, model: Any, max_len: int | None) -> int:
 
 
 def _encoded(
-    what: str, tokenizer: Any, texts: Sequence[str], prompt: str, limit: int
-) -> list[np.ndarray]:
-    """The ids of each text after `prompt`.
+    what: str, tokenizer: Any, texts: Sequence[Text], prompt: str, limit: int
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """The ids of each text after `prompt`, and their token types; None for types if all are 0.
 
-    Texts of more than `limit` ids are cut at the tokenizer's truncation_side, with a warning.
-    ValueError for a text without ids.
+    Texts of more than `limit` ids are cut at the tokenizer's truncation_side, with a warning; of a
+    pair, the longer one. ValueError for a text without ids.
     """
     tokenizer.batch([], max_len=limit)  # raises if special tokens leave no room for the text
-    encoded = [np.asarray(tokenizer.encode(prompt + text), np.int64) for text in texts]
-    long = [i for i, ids in enumerate(encoded) if len(ids) > limit]
-    for i in long:
-        encoded[i] = tokenizer.batch([prompt + texts[i]], max_len=limit)[0][0]
+    encoded, types, long = [], {}, []
+    for i, text in enumerate(texts):
+        if isinstance(text, str):
+            ids = tokenizer.encode(prompt + text)
+            if len(ids) > limit:
+                long.append(i)
+                ids = tokenizer.batch([prompt + text], max_len=limit)[0][0]
+        else:
+            found = tokenizer.encoding(prompt + text[0], text[1])
+            if len(found.ids) > limit:
+                long.append(i)
+                found = tokenizer.encoding(prompt + text[0], text[1], max_len=limit)
+            ids, types[i] = found.ids, np.asarray(found.types, np.int64)
+        encoded.append(np.asarray(ids, np.int64))
     if long:
         more = f" and {len(long) - 1} more of {len(texts)}" if len(long) > 1 else ""
         warnings.warn(f"{what}: cut to {limit} tokens: text {long[0] + 1}{more}", stacklevel=4)
     for i, ids in enumerate(encoded):
         if len(ids) == 0:
             raise ValueError(f"{what}: text {i + 1} has no tokens, got {texts[i]!r:.40}")
-    return encoded
+    if not any(row.any() for row in types.values()):
+        return encoded, None
+    return encoded, [types.get(i, np.zeros_like(ids)) for i, ids in enumerate(encoded)]
 
 
 def _require_text_ids(what: str, encoded: list[np.ndarray], vocab_size: int) -> None:
@@ -152,10 +178,11 @@ def _batches(lengths: list[int], batch_size: int, backend: Backend) -> Iterator[
         start += n
 
 
-def _padded(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (B, T) padded with 0 to T = length, and their mask (B, T), True = a token."""
-    lengths = np.asarray([len(row) for row in rows])
+def _padded(fields: list[list[np.ndarray]], length: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Each field's rows padded with 0 to (B, T) of T = length; the mask (B, T), True = a token."""
+    lengths = np.asarray([len(row) for row in fields[0]])
     mask = np.arange(length) < lengths[:, None]
-    ids = np.zeros(mask.shape, np.int64)
-    ids[mask] = np.concatenate(rows)
-    return ids, mask
+    padded = [np.zeros(mask.shape, np.int64) for _ in fields]
+    for array, rows in zip(padded, fields, strict=True):
+        array[mask] = np.concatenate(rows)
+    return padded, mask

@@ -12,7 +12,7 @@ from xformer import ops
 from xformer.compiling import Forward
 from xformer.models import Classifier
 from xformer.models.in_words import in_words
-from xformer.sentences.batches import KEPT, Progress, by_batch, require_language_model
+from xformer.sentences.batches import KEPT, Progress, Text, by_batch, require_language_model
 from xformer.typing import Array
 
 KINDS = ("single_label_classification", "multi_label_classification")
@@ -22,18 +22,20 @@ def classify(
     model: Any,
     params: Any,
     tokenizer: Any,
-    texts: Sequence[str],
+    texts: Sequence[Text],
     *,
     max_len: int | None = None,
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Probabilities (N, n_labels) of the classes `labels(model)`, for N texts.
+    """Probabilities (N, n_labels) of the classes `labels(model)`, for N texts or pairs of texts.
 
     The probabilities of a text sum to 1, unless the configuration's problem_type is
     "multi_label_classification" or there is a single class.
 
     model: a LanguageModel with a Classifier
+    texts: strings, and pairs of strings such as a premise and a hypothesis (natural language
+        inference)
     max_len, batch_size, progress, and errors: see `embed`
     ValueError also for another model, and for problem_type "regression".
     """
@@ -52,6 +54,7 @@ def classify(
         texts,
         _probabilities(model, alone),
         head.n_labels,
+        pairs=True,
         max_len=max_len,
         prompt="",
         batch_size=batch_size,
@@ -61,10 +64,10 @@ def classify(
 
 @lru_cache(KEPT)
 def _probabilities(model: Any, alone: bool) -> Forward:
-    """A function from tokens (B, T) and their mask to probabilities (B, n_labels)."""
+    """A function from tokens (B, T), their mask and types to probabilities (B, n_labels)."""
 
-    def probabilities(params: Any, tokens: Array, mask: Array) -> Array:
-        logits, _ = model.forward(params, tokens, mask=mask)
+    def probabilities(params: Any, tokens: Array, mask: Array, types: Any = None) -> Array:
+        logits, _ = model.forward(params, tokens, mask=mask, types=types)
         return (ops.sigmoid if alone else ops.softmax)(logits)[0]
 
     return Forward(probabilities)
