@@ -151,17 +151,20 @@ def encoder(**options: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("pooling", ["mean", "first", "cls", "last", "pooler"])
-def test_pooling(pooling: str, normalize: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "pooling", ["mean", "first", "cls", "last", "pooler", "weighted_mean", ("max", "mean")], ids=str
+)
+def test_pooling(pooling: Any, normalize: bool, tmp_path: Path) -> None:
     model, params = encoder()
     assert isinstance(model.head, Pooler)
     path = tmp_path / "embed.onnx"
     options: dict[str, Any] = {"pooling": pooling, "normalize": normalize}
     written = export.onnx(model, params, path, types=True, **options)
-    assert written.outputs == {"embeddings": "float64 (batch, 12)"}
+    width = 24 if isinstance(pooling, tuple) else 12
+    assert written.outputs == {"embeddings": f"float64 (batch, {width})"}
     ids, mask, types = tokens(3, 7), padding(3, 7, "right"), DATA.integers(0, 2, (3, 7))
     got = Session(path)(tokens=ids, mask=mask, types=types)["embeddings"]
-    how = {"pooling": pooling.replace("cls", "first"), "normalize": normalize}
+    how = {"pooling": "first" if pooling == "cls" else pooling, "normalize": normalize}
     wanted, _ = model.pooled(params, ids, mask=mask, types=types, **how)
     assert distance(got, wanted) < EXACT
 

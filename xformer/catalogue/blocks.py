@@ -23,6 +23,7 @@ from xformer.catalogue.case import (
     random,
 )
 from xformer.catalogue.layers import linear_params, turning
+from xformer.layers.pooling import POOLINGS
 from xformer.typing import Array
 
 
@@ -486,16 +487,23 @@ def _embed() -> Iterator[Case]:
 
 def _pool() -> Iterator[Case]:
     tokens = mask((5, 4), DEAD_BATCH)
-    for how in ("mean", "first", "last"):
+    poolings: list[tuple[str, Any, Options]] = [(name, name, {}) for name in POOLINGS]
+    poolings += [(f"{name}, skip", name, {"skip": 1}) for name in ("first", "max", "weighted_mean")]
+    poolings += [("max and mean", ("max", "mean"), {})]
+    for note, how, options in poolings:
         for inputs in ({}, {"mask": tokens}):
 
             def make(
-                rng: Generator, backend: Backend, how: str = how, inputs: Options = inputs
+                rng: Generator,
+                backend: Backend,
+                how: Any = how,
+                inputs: Options = inputs,
+                options: Options = options,
             ) -> tuple[Function, tuple[Any, ...]]:
-                fn = partial(layers.pool, pooling=how, **drawn(rng, backend, inputs))
+                fn = partial(layers.pool, pooling=how, **options, **drawn(rng, backend, inputs))
                 return fn, (rng.normal((5, 4, 6)),)
 
-            yield Case("layers", f"pool: {how}{', mask' if inputs else ''}", make)
+            yield Case("layers", f"pool: {note}{', mask' if inputs else ''}", make)
 
 
 def _ids(shape: tuple[int, ...], size: int) -> Draw:

@@ -25,13 +25,25 @@ def add_parser(subparsers: Any) -> None:
         description="Print the cosine similarities of texts, or their embeddings with --json.",
     )
     add_options(parser)
-    parser.add_argument("--pooling", choices=POOLINGS, help="default: the model's setting")
+    what = f"{', '.join(POOLINGS)} (default: the model's setting)"
+    parser.add_argument("--pooling", choices=POOLINGS, metavar="NAME", help=what)
     parser.add_argument(
         "--normalize",
         action=argparse.BooleanOptionalAction,
         help="scale embeddings to length 1 (default: the model's setting)",
     )
+    add_prompts(parser)
+    what = "cut embeddings to N numbers, before they are scaled"
+    parser.add_argument("--truncate-dim", type=int, metavar="N", help=what)
     parser.set_defaults(run=run)
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Add the options --prompt-name and --prompt, of which one may be given."""
+    add = parser.add_mutually_exclusive_group().add_argument
+    what = "a prompt of the model before each text, such as query (default: the model's setting)"
+    add("--prompt-name", metavar="NAME", help=what)
+    add("--prompt", metavar="TEXT", help="a text before each text, such as an instruction")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     texts = texts_of(args)
     if len(texts) > MOST and not args.json:
         raise ValueError(f"a table shows at most {MOST} texts, got {len(texts)}: add --json")
-    options = settings(args.model)._asdict()
-    for name in ("pooling", "normalize", "max_len"):
+    options = settings(args.model, prompt_name=args.prompt_name)._asdict()
+    for name in ("pooling", "normalize", "max_len", "prompt", "truncate_dim"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
     with watched("embedding", len(texts)) as progress:

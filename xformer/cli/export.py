@@ -42,7 +42,8 @@ def add_parser(subparsers: Any) -> None:
     add("--max-len", type=int, metavar="N", help=what)
     add = parser.add_argument_group("embeddings of texts, instead of logits").add_argument
     add("--embeddings", action="store_true", help="with the model's settings")
-    add("--pooling", choices=POOLINGS, help="default: the model's setting")
+    what = f"{', '.join(POOLINGS)} (default: the model's setting)"
+    add("--pooling", choices=POOLINGS, metavar="NAME", help=what)
     add(
         "--normalize",
         action=argparse.BooleanOptionalAction,
@@ -76,6 +77,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.embeddings:
             own = settings(path)
+            if own.modules or not own.include_prompt:
+                what = "Dense modules" if own.modules else "a prompt that is not pooled"
+                raise export.NotExported(f"--embeddings: {path} has {what}")
             is_causal = getattr(model.network, "causal", False)
             pooling = args.pooling or own.pooling or ("last" if is_causal else "mean")
             normalize = own.normalize if args.normalize is None else args.normalize

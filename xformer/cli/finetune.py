@@ -250,7 +250,10 @@ def _task(args: argparse.Namespace, model: Any, words: Any) -> Task:
     options: dict[str, Any] = {}
     if args.task == "contrastive" and Path(args.model).is_dir():
         saved = settings(args.model)
-        options = {"pooling": saved.pooling, "prompt": saved.prompt}
+        if saved.modules:
+            raise ValueError(f"{args.model} has Dense modules, which are not trained")
+        names = ("pooling", "prompt", "include_prompt")
+        options = {name: getattr(saved, name) for name in names}
     return finetune.task(args.task, model, words, args.max_len, **options)
 
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from xformer import backends, tree
 from xformer.arrays.onnx import Array, NotExported
-from xformer.checks import require_one_of, require_sizes
+from xformer.checks import require_sizes
 from xformer.dispatch import inference
 from xformer.export.recording import Input, recorded
 from xformer.export.writing import Exported, require_onnx, require_path, write
 from xformer.layers.rope_by_layer import distinct, max_unscaled_len
 from xformer.models import EncoderDecoder, LanguageModel, Pooler, Transformer
 from xformer.models.pooled import require_pooling
-from xformer.sentences.embed import POOLINGS
+from xformer.sentences.embed import pooling_of
 from xformer.shapes import FLOATING, dtype_name, require_array
 
 __all__ = ["NotExported", "onnx"]
@@ -33,7 +33,7 @@ def onnx(
     params: Any,
     path: str | os.PathLike[str],
     *,
-    pooling: str | None = None,
+    pooling: str | tuple[str, ...] | None = None,
     normalize: bool = True,
     mask: bool | None = None,
     types: bool = False,
@@ -58,8 +58,8 @@ def onnx(
     with a pooling.
 
     path: the file; its name ends with .onnx
-    pooling: "mean", "first" ("cls"), "last" or "pooler": write the embeddings of texts, as
-        `sentences.embed` computes them, instead of logits
+    pooling: of `sentences.embed`, such as "mean" or ("max", "mean"): write the embeddings of texts
+        instead of logits
     normalize: scale embeddings to length 1
     mask: whether there is an input for the padding; None: for an encoder, an `EncoderDecoder`, and
         with a pooling. A `Transformer` has none: it knows its padding by pad_id.
@@ -76,8 +76,8 @@ def onnx(
     network = require_model("onnx", model)
     weights = host("onnx", params)
     if pooling is not None:
-        require_one_of("onnx: pooling", pooling, POOLINGS)
-        require_pooling({"cls": "first"}.get(pooling, pooling), getattr(network, "head", None))
+        pooling = pooling_of("onnx", network, pooling)
+        require_pooling(pooling, getattr(network, "head", None))
     is_pair = isinstance(network, EncoderDecoder)
     if is_pair and (pooling is not None or types):
         name = "types" if types else "pooling"
@@ -100,8 +100,7 @@ def onnx(
         call: Any = model.forward if isinstance(model, Transformer) else network.forward
         output = "hidden" if isinstance(network.head, Pooler | None) else "logits"
     else:
-        how = {"cls": "first"}.get(pooling, pooling)
-        call, output = partial(network.pooled, pooling=how, normalize=normalize), "embeddings"
+        call, output = partial(network.pooled, pooling=pooling, normalize=normalize), "embeddings"
 
     def fn(arrays: dict[str, Array]) -> dict[str, Array]:
         data = {name: arrays[name] for name in inputs}

@@ -18,7 +18,8 @@ def contrastive_loss(
     tokens: Array,
     *,
     mask: Array | None = None,
-    pooling: str | None = None,
+    pooling: str | tuple[str, ...] | None = None,
+    skip: int = 0,
     scale: float = 20.0,
     dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, ContrastiveCache]:
@@ -28,6 +29,7 @@ def contrastive_loss(
     tokens: (2 B, T), B anchors and then their B partners
     mask: (2 B, T), True = a token, False = padding; None: no padding
     pooling: of `LanguageModel.pooled`; None: "last" for a causal model, else "mean"
+    skip: of `LanguageModel.pooled`: tokens that are not pooled, such as a prompt's
     scale: of the cosine similarities
     dropout_key: None: no dropout
     ValueError for an odd number of texts.
@@ -37,7 +39,7 @@ def contrastive_loss(
         raise ValueError(f"contrastive_loss: tokens must be 2 B texts, got {tokens.shape[0]}")
     how = pooling or ("last" if model.causal else "mean")
     y, pooled = model.pooled(
-        params, tokens, mask=mask, pooling=how, normalize=True, dropout_key=dropout_key
+        params, tokens, mask=mask, pooling=how, skip=skip, normalize=True, dropout_key=dropout_key
     )
     loss, cache = ops.info_nce(y[:n, :], y[n:, :], scale=scale)
     return loss, ContrastiveCache(cache, pooled, loss)

@@ -16,6 +16,7 @@ from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.sentences import labels
 from xformer.sentences.classify import KINDS
+from xformer.sentences.embed import n_tokens_of_prompt, pooling_of
 from xformer.training.batch import IGNORED, Batch, padded
 from xformer.typing import Array
 
@@ -99,12 +100,12 @@ class Seq2Seq(Task):
 class Contrastive(Task):
     """Find the positive of each anchor among all positives of a batch, by their vectors.
 
-    pooling: of `sentences.embed`
-    prompt: a text before each text
+    pooling, prompt, include_prompt: of `sentences.embed`
     """
 
-    pooling: str | None = None
+    pooling: str | tuple[str, ...] | None = None
     prompt: str = ""
+    include_prompt: bool = True
     fields: ClassVar[tuple[str, ...]] = ("anchor", "positive")
 
     def __post_init__(self) -> None:
@@ -115,8 +116,8 @@ class Contrastive(Task):
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """One pair, each text cut to max_len. ValueError for a text without tokens."""
         (a, a_cut), (b, b_cut) = (self._ids(self.prompt + fields[name]) for name in self.fields)
-        if not len(a) or not len(b):
-            raise ValueError("a text has no token")
+        if min(len(a), len(b)) <= self._skip:
+            raise ValueError("a text has no token" + " after the prompt" * (self._skip > 0))
         return [Example(a, b, a_cut or b_cut)]
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
@@ -127,7 +128,18 @@ class Contrastive(Task):
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
         """The `contrastive_loss` of the pairs, and its cache."""
-        arrays, masks = inputs
+        (tokens,), masks = inputs
         return contrastive_loss(
-            self.model, params, *arrays, **masks, pooling=self.pooling, dropout_key=dropout_key
+            self.model,
+            params,
+            tokens,
+            **masks,
+            pooling=pooling_of("contrastive", self.model, self.pooling),
+            skip=self._skip,
+            dropout_key=dropout_key,
         )
+
+    @property
+    def _skip(self) -> int:
+        """The number of tokens before a text that are not pooled."""
+        return 0 if self.include_prompt else n_tokens_of_prompt(self.tokenizer, self.prompt)

@@ -26,6 +26,7 @@ SETTINGS = (  # of generation and of sentence-transformers
     "generation_config.json",
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     "1_Pooling/config.json",
+    *(f"{i}_Dense/{name}" for i in (2, 3) for name in ("config.json", "model.safetensors")),
 )
 
 

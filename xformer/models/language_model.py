@@ -609,16 +609,19 @@ class LanguageModel:
         tokens: Array,
         *,
         mask: Array | None = None,
-        pooling: str = "mean",
+        pooling: str | tuple[str, ...] = "mean",
+        skip: int = 0,
         normalize: bool = False,
         types: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, PooledCache]:
-        """One vector (B, D) for each sequence, pooled from its hidden states.
+        """One vector for each sequence, (B, D) or (B, n D), pooled from its hidden states.
 
         tokens: (B, T) integers in [0, V)
         mask: (B, T), True = a token, False = padding; None: no padding
-        pooling: "mean", "first" or "last"; "pooler": BERT's pooler, of a model with that head
+        pooling: of `layers.pool`: "mean", "first", "last", "max", ..., or a tuple of n of them;
+            "pooler": BERT's pooler, of a model with that head
+        skip: leave out the first `skip` tokens of each sequence, except for "pooler"
         normalize: scale the vectors to length 1
         types: (B, T) token types (BERT); None: type 0
         dropout_key: None: no dropout
@@ -627,7 +630,7 @@ class LanguageModel:
         require_pooling(pooling, self.head)
         x, hidden = self.hidden(params, tokens, mask=mask, types=types, dropout_key=dropout_key)
         y, caches = pool_hidden(
-            x, self.head, params.head, pooling=pooling, normalize=normalize, mask=mask
+            x, self.head, params.head, pooling=pooling, normalize=normalize, mask=mask, skip=skip
         )
         return y, saved(PooledCache(hidden, *caches, params.head))
 

@@ -6,36 +6,49 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.checks import require_one_of
-from xformer.layers.pooling import POOLINGS, pool
+from xformer.layers.pooling import POOLINGS, pool, pooling_names
 from xformer.models.lm_head import zeros_of
 from xformer.showing import short
 from xformer.typing import Array
 
 
-def require_pooling(pooling: str, head: Any) -> None:
-    """ValueError unless `pooling` is a name that a model with this head has."""
-    require_one_of("pooled: pooling", pooling, (*POOLINGS, "pooler"))
+def require_pooling(pooling: str | tuple[str, ...], head: Any) -> None:
+    """ValueError unless `pooling` is of `layers.pool`, or "pooler" of a head that has it."""
+    if isinstance(pooling, tuple):
+        pooling_names("pooled", pooling)
+    else:
+        require_one_of("pooled: pooling", pooling, (*POOLINGS, "pooler"))
     if pooling == "pooler" and not hasattr(head, "pooled"):
         raise ValueError('pooled: pooling "pooler" needs a model with a Pooler')
 
 
 def pool_hidden(
-    x: Array, head: Any, params: Any, *, pooling: str, normalize: bool, mask: Array | None
+    x: Array,
+    head: Any,
+    params: Any,
+    *,
+    pooling: str | tuple[str, ...],
+    normalize: bool,
+    mask: Array | None,
+    skip: int = 0,
 ) -> tuple[Array, tuple[Any, Any, Any]]:
-    """One vector for each sequence, (B, D), and the caches of pool, pooler and norm.
+    """One vector for each sequence, (B, n D), and the caches of pool, pooler and norm.
 
     A cache is None if its step does not run.
 
     x: (B, T, D), hidden states
     head, params: a Pooler and its parameters; used only with pooling "pooler"
-    pooling: a name in `POOLINGS`, or "pooler": `head.pooled` of the first token
+    pooling: of `layers.pool`, or "pooler": `head.pooled` of the first token
     normalize: scale vectors to Euclidean norm 1
     mask: (B, T), True = a token, False = padding; None: no padding
+    skip: of `layers.pool`; "pooler" does not use it
     """
     pooler = norm = None
-    y, pool_cache = pool(x, pooling="first" if pooling == "pooler" else pooling, mask=mask)
     if pooling == "pooler":
+        y, pool_cache = pool(x, pooling="first", mask=mask)
         y, pooler = head.pooled(y, params)
+    else:
+        y, pool_cache = pool(x, pooling=pooling, mask=mask, skip=skip)
     if normalize:
         y, norm = ops.l2_normalize(y)
     return y, (pool_cache, pooler, norm)

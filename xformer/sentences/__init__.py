@@ -6,7 +6,17 @@ vectors = embed(model, params, tokenizer(folder), texts, **settings(folder)._asd
 """
 
 from xformer.sentences.classify import classify, labels
+from xformer.sentences.dense import Dense
 from xformer.sentences.embed import embed, similarity
-from xformer.sentences.settings import Settings, settings
+from xformer.sentences.settings import Settings, prompts, settings
 
-__all__ = ["Settings", "classify", "embed", "labels", "settings", "similarity"]
+__all__ = [
+    "Dense",
+    "Settings",
+    "classify",
+    "embed",
+    "labels",
+    "prompts",
+    "settings",
+    "similarity",
+]

@@ -14,7 +14,7 @@ from array_api_compat import device
 from xformer import backends
 from xformer.backends import Backend
 from xformer.checks import require_sizes, require_utf8
-from xformer.compiling import Forward, bucket, records
+from xformer.compiling import bucket, records
 from xformer.models import LanguageModel
 from xformer.models.in_words import in_words
 from xformer.summary import context
@@ -37,12 +37,13 @@ def by_batch(
     params: Any,
     tokenizer: Any,
     texts: Sequence[Text],
-    forward: Forward,
+    forward: Callable[..., Any],
     width: int,
     *,
     pairs: bool = False,
     max_len: int | None,
     prompt: str,
+    skip: int = 0,
     batch_size: int,
     progress: Progress | None,
 ) -> np.ndarray:
@@ -55,6 +56,7 @@ def by_batch(
     forward: forward(params, tokens (B, T), mask (B, T)) -> (B, width); with the token types (B, T)
         as a further argument if the model has them and a text is a pair
     pairs: whether a text may be a pair of texts
+    skip: ValueError for a text without a token after this many
     progress: called with the number of texts after each batch
     For the other arguments and errors see `embed`.
     """
@@ -63,7 +65,7 @@ def by_batch(
         raise TypeError(f"{what}: prompt must be a string, got {type(prompt).__name__}")
     (batch_size,) = require_sizes(what, 1, batch_size=batch_size)
     limit = longest(what, model, max_len)
-    encoded, types = _encoded(what, tokenizer, texts, prompt, limit)
+    encoded, types = _encoded(what, tokenizer, texts, prompt, limit, skip)
     _require_text_ids(what, encoded, model.embed.vocab_size)
     fields = [encoded] if types is None or model.embed.n_types < 2 else [encoded, types]
     table = value(params.embed.table)
@@ -124,12 +126,12 @@ def longest(what: str, model: Any, max_len: int | None) -> int:
 
 
 def _encoded(
-    what: str, tokenizer: Any, texts: Sequence[Text], prompt: str, limit: int
+    what: str, tokenizer: Any, texts: Sequence[Text], prompt: str, limit: int, skip: int
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
     """The ids of each text after `prompt`, and their token types; None for types if all are 0.
 
     Texts of more than `limit` ids are cut at the tokenizer's truncation_side, with a warning; of a
-    pair, the longer one. ValueError for a text without ids.
+    pair, the longer one. ValueError for a text without ids after the first `skip`.
     """
     tokenizer.batch([], max_len=limit)  # raises if special tokens leave no room for the text
     encoded, types, long = [], {}, []
@@ -150,8 +152,9 @@ def _encoded(
         more = f" and {len(long) - 1} more of {len(texts)}" if len(long) > 1 else ""
         warnings.warn(f"{what}: cut to {limit} tokens: text {long[0] + 1}{more}", stacklevel=4)
     for i, ids in enumerate(encoded):
-        if len(ids) == 0:
-            raise ValueError(f"{what}: text {i + 1} has no tokens, got {texts[i]!r:.40}")
+        if len(ids) <= skip:
+            after = " after the prompt" if skip else ""
+            raise ValueError(f"{what}: text {i + 1} has no tokens{after}, got {texts[i]!r:.40}")
     if not any(row.any() for row in types.values()):
         return encoded, None
     return encoded, [types.get(i, np.zeros_like(ids)) for i, ids in enumerate(encoded)]

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace, device
 
-from xformer import ops
-from xformer.checks import require_one_of
+from xformer import backends, ops, tree
+from xformer.checks import require_one_of, require_sizes
 from xformer.compiling import Forward
+from xformer.layers import pooling as layers_pooling
+from xformer.layers.linear import LinearParams
 from xformer.sentences.batches import KEPT, Progress, by_batch, require_language_model
+from xformer.sentences.dense import Dense, dense
+from xformer.tree import value
 from xformer.typing import Array
 
-POOLINGS = ("mean", "first", "cls", "last", "pooler")
+ALIASES = {"cls": "first"}
+POOLINGS = (*layers_pooling.POOLINGS, *ALIASES, "pooler")
 
 
 def embed(
@@ -23,10 +30,13 @@ def embed(
     tokenizer: Any,
     texts: Sequence[str],
     *,
-    pooling: str | None = None,
+    pooling: str | tuple[str, ...] | None = None,
+    modules: tuple[Dense, ...] = (),
+    truncate_dim: int | None = None,
     normalize: bool = True,
     max_len: int | None = None,
     prompt: str = "",
+    include_prompt: bool = True,
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> np.ndarray:
@@ -38,12 +48,16 @@ def embed(
 
     model: a LanguageModel
     tokenizer: the model's
-    pooling: "mean", "first" ("cls") or "last" of a text's hidden states, or BERT's "pooler"; None:
-        "last" for a causal model, whose last token alone depends on the whole text, else "mean"
+    pooling: of `layers.pool` over a text's hidden states: "mean", "first" ("cls"), "last", "max",
+        "mean_sqrt_len", "weighted_mean", or a tuple of them; or BERT's "pooler"; None: "last" for a
+        causal model, whose last token alone depends on the whole text, else "mean"
+    modules: Dense modules of the pooled vectors, in this order
+    truncate_dim: cut the vectors to this many numbers, before they are normalised
     normalize: scale the vectors to length 1
     max_len: cut longer texts to this many tokens, special tokens included, at the tokenizer's
         truncation_side, with a warning; None: the model's context
-    prompt: a text before each text
+    prompt: a text before each text, such as an instruction
+    include_prompt: False: the tokens of the prompt, and special tokens before it, are not pooled
     batch_size: the most texts of a batch; on NumPy, batches of long texts are smaller, which is
         faster
     progress: called with the number of texts after each batch
@@ -52,10 +66,23 @@ def embed(
     tokens. An empty text has tokens if the tokenizer adds them (BERT's [CLS] and [SEP]).
     """
     require_language_model("embed", model)
-    if pooling is not None:
-        require_one_of("embed: pooling", pooling, POOLINGS)
-    default = "last" if model.causal else "mean"
-    how = {None: default, "cls": "first"}.get(pooling, pooling)
+    how = pooling_of("embed", model, pooling)
+    width = model.d_model * (len(how) if isinstance(how, tuple) else 1)
+    for i, (w, _) in enumerate(module.params for module in modules):
+        if w.shape[0] != width:
+            raise ValueError(
+                f"embed: modules[{i}] must map {width} numbers, its w has shape {tuple(w.shape)}"
+            )
+        width = w.shape[1]
+    if truncate_dim is not None:
+        (truncate_dim,) = require_sizes("embed", 1, truncate_dim=truncate_dim)
+        if truncate_dim > width:
+            raise ValueError(f"embed: truncate_dim must be at most {width}, got {truncate_dim}")
+        width = truncate_dim
+    skip = 0 if include_prompt else n_tokens_of_prompt(tokenizer, prompt)
+    activations = tuple(module.activation for module in modules)
+    run = _vectors(model, how, skip, activations, truncate_dim, normalize)
+    maps = _like(params, tuple(module.params for module in modules))
 
     return by_batch(
         "embed",
@@ -63,23 +90,64 @@ def embed(
         params,
         tokenizer,
         texts,
-        _vectors(model, how, normalize),
-        model.d_model,
+        lambda params, tokens, mask: run((params, maps), tokens, mask),
+        width,
         max_len=max_len,
         prompt=prompt,
+        skip=skip,
         batch_size=batch_size,
         progress=progress,
     )
 
 
+def pooling_of(
+    what: str, model: Any, pooling: str | tuple[str, ...] | None
+) -> str | tuple[str, ...]:
+    """A pooling of `LanguageModel.pooled`, of an option of `embed`. ValueError for other names."""
+    if pooling is None:
+        return "last" if model.causal else "mean"
+    if isinstance(pooling, tuple):
+        names = tuple(ALIASES.get(name, name) for name in pooling)
+        return layers_pooling.pooling_names(what, names)
+    require_one_of(f"{what}: pooling", pooling, POOLINGS)
+    return ALIASES.get(pooling, pooling)
+
+
+def n_tokens_of_prompt(tokenizer: Any, prompt: str) -> int:
+    """The number of tokens before a text, which the prompt and special tokens before it make."""
+    ids = tokenizer.encode(prompt) if prompt else []
+    return len(ids) - (len(ids) > 0 and ids[-1] in tokenizer.special_ids)
+
+
 @lru_cache(KEPT)
-def _vectors(model: Any, how: str, normalize: bool) -> Forward:
-    """A function from tokens (B, T) and their mask to vectors (B, D)."""
+def _vectors(
+    model: Any,
+    how: str | tuple[str, ...],
+    skip: int,
+    activations: tuple[str | None, ...],
+    dim: int | None,
+    normalize: bool,
+) -> Forward:
+    """A function from (params, maps), tokens (B, T) and their mask to vectors (B, D)."""
 
     def vectors(params: Any, tokens: Array, mask: Array) -> Array:
-        return model.pooled(params, tokens, mask=mask, pooling=how, normalize=normalize)[0]
+        own, maps = params
+        y, _ = model.pooled(own, tokens, mask=mask, pooling=how, skip=skip)
+        y = dense(y, tuple(map(Dense, maps, activations)))
+        y = y if dim is None else y[:, :dim]
+        return ops.l2_normalize(y)[0] if normalize else y
 
     return Forward(vectors)
+
+
+def _like(params: Any, maps: tuple[LinearParams, ...]) -> tuple[LinearParams, ...]:
+    """`maps` as arrays of the backend, device and dtype of params."""
+    table = value(params.embed.table)
+    backend = replace(backends.backend_of(table), device=device(table))
+    made: tuple[LinearParams, ...] = tree.map(
+        lambda a: array_namespace(table).astype(backend.asarray(a), table.dtype), maps
+    )
+    return made
 
 
 def similarity(a: Array, b: Array | None = None) -> Array:

@@ -1,6 +1,6 @@
 """The embedding options of a model, from the files of sentence-transformers in its folder.
 
-modules.json lists the modules: Transformer, Pooling, and perhaps Normalize.
+modules.json lists the modules: Transformer, Pooling, perhaps some Dense, perhaps Normalize.
 """
 
 from __future__ import annotations
@@ -10,15 +10,24 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xformer.checks import require_one_of
 from xformer.pretrained.config import MAX, Config
 from xformer.pretrained.reading import PretrainedError, read_json, read_json_list
+from xformer.sentences.dense import Dense, read_dense
 
 MODULES, WHOLE = "modules.json", "config_sentence_transformers.json"
 LENGTHS = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert"))
 TOKENIZER, TOKENIZER_LIMIT = "tokenizer_config.json", 16 << 20
-CHAINS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 
-POOLINGS = {"mean": "mean", "cls": "first", "lasttoken": "last"}  # sentence-transformers -> xformer
+POOLINGS = {  # sentence-transformers -> xformer
+    "cls": "first",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean": "weighted_mean",
+    "lasttoken": "last",
+}
 FLAGS = {  # of versions before 6
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -32,30 +41,55 @@ FLAGS = {  # of versions before 6
 class Settings(NamedTuple):
     """Options of `embed`."""
 
-    pooling: str | None = None
+    pooling: str | tuple[str, ...] | None = None
     normalize: bool = True
     max_len: int | None = None
     prompt: str = ""
+    include_prompt: bool = True
+    modules: tuple[Dense, ...] = ()
 
 
-def settings(folder: str | os.PathLike[str]) -> Settings:
+def settings(folder: str | os.PathLike[str], *, prompt_name: str | None = None) -> Settings:
     """The options of `embed` in a model's folder; without such files, the defaults of `embed`.
 
-    max_len is read from sentence_bert_config.json, else from the tokenizer's files. PretrainedError
-    for damaged files, and for modules or options that are not supported.
+    prompt_name: of a prompt in `prompts(folder)`, such as "query"; None: the model's default
+
+    max_len is read from sentence_bert_config.json, else from the tokenizer's files. ValueError for
+    an unknown prompt_name. PretrainedError for damaged files, and for modules or options that are
+    not supported.
     """
     root = Path(folder)
-    defaults = Settings(max_len=_max_len(root))
+    known, default = _prompts(root / WHOLE)
+    if prompt_name is not None:
+        if not known:
+            raise ValueError(f"settings: {root} has no prompts, got prompt_name {prompt_name!r}")
+        require_one_of("settings: prompt_name", prompt_name, known)
+    name = default if prompt_name is None else prompt_name
+    own = Settings(max_len=_max_len(root), prompt="" if name is None else known[name])
     if not os.path.lexists(root / MODULES):
-        return defaults
+        return own
     names, paths = _modules(root / MODULES)
-    pooling, whole_prompt = _pooling(root / paths[1] / "config.json")
-    if len(paths) == 3:
-        _require_plain(root / paths[2] / "config.json")
-    prompt = _prompt(root / WHOLE)
-    if prompt and not whole_prompt:
-        raise PretrainedError(f"{root}: a prompt that is left out of the mean is not supported")
-    return Settings(pooling, names[-1] == "Normalize", defaults.max_len, prompt)
+    pooling, include_prompt = _pooling(root / paths[1] / "config.json")
+    if is_normal := names[-1] == "Normalize":
+        _require_plain(root / paths[-1] / "config.json")
+    return own._replace(
+        pooling=pooling,
+        normalize=is_normal,
+        include_prompt=include_prompt,
+        modules=tuple(
+            read_dense(root / path)
+            for name, path in zip(names, paths, strict=True)
+            if name == "Dense"
+        ),
+    )
+
+
+def prompts(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """The named prompts in a model's folder: name -> a text before each text.
+
+    PretrainedError for a damaged file.
+    """
+    return _prompts(Path(folder) / WHOLE)[0]
 
 
 def _modules(path: Path) -> tuple[list[str], list[str]]:
@@ -72,30 +106,34 @@ def _modules(path: Path) -> tuple[list[str], list[str]]:
         if not re.fullmatch(r"\w[\w.-]*" if i else "", folder):
             raise c.refused("path", "a folder's name" if i else "empty")
         module, _, name = kind.rpartition(".")
-        if module.partition(".")[0] != "sentence_transformers" or name not in CHAINS[-1]:
-            raise c.refused("type", f"of sentence_transformers, {' or '.join(CHAINS[-1])}")
+        if module.partition(".")[0] != "sentence_transformers" or name not in KINDS:
+            raise c.refused("type", f"of sentence_transformers, {' or '.join(KINDS)}")
         names.append(name)
         paths.append(folder)
-    if names not in CHAINS:
-        wanted = " or ".join(", ".join(chain) for chain in CHAINS)
-        raise PretrainedError(f"{path}: modules must be {wanted}, got {', '.join(names):.100}")
+    if not re.fullmatch("Transformer Pooling( Dense)*( Normalize)?", " ".join(names)):
+        raise PretrainedError(
+            f"{path}: modules must be Transformer, Pooling, perhaps some Dense, perhaps Normalize, "
+            f"got {', '.join(names):.100}"
+        )
     return names, paths
 
 
-def _pooling(path: Path) -> tuple[str, bool]:
+def _pooling(path: Path) -> tuple[str | tuple[str, ...], bool]:
     """The pooling of `embed`, and whether a prompt's tokens are pooled too."""
     c = Config(read_json(path), str(path))
     c.ignore("word_embedding_dimension", "embedding_dimension")
     flags = [name for key, name in FLAGS.items() if c.flag(key, default=False)]
-    name = c.text("pooling_mode", default=None)
-    modes = ([] if name is None else [name]) or flags or ["mean"]
-    with_prompt = c.flag("include_prompt", default=True)
+    if isinstance(c.data.get("pooling_mode"), list):
+        modes = list(c.texts("pooling_mode", choices=tuple(POOLINGS)))
+    else:
+        name = c.text("pooling_mode", choices=tuple(POOLINGS), default=None)
+        modes = ([] if name is None else [name]) or flags or ["mean"]
+    include_prompt = c.flag("include_prompt", default=True)
     c.finish()
-    if len(modes) > 1 or modes[0] not in POOLINGS:
-        raise PretrainedError(
-            f"{path}: pooling must be one of {', '.join(POOLINGS)}, got {' and '.join(modes):.100}"
-        )
-    return POOLINGS[modes[0]], with_prompt
+    if not modes:
+        raise c.refused("pooling_mode", "one name or more")
+    names = tuple(POOLINGS[mode] for mode in modes)
+    return (names if len(names) > 1 else names[0]), include_prompt
 
 
 def _require_plain(path: Path) -> None:
@@ -107,25 +145,19 @@ def _require_plain(path: Path) -> None:
         c.finish()
 
 
-def _prompt(path: Path) -> str:
-    """The default prompt, a text before each text."""
+def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
+    """The named prompts, and the name of the default one; None: no prompt."""
     if not os.path.lexists(path):
-        return ""
+        return {}, None
     c = Config(read_json(path), str(path))
     c.ignore("__version__", "similarity_fn_name", "requirements")
     c.only("model_type", "SentenceTransformer")
-    name, prompts = c.text("default_prompt_name", default=None), c.sub("prompts")
-    if prompts is not None:
-        prompts.ignore(*prompts.data)
+    default, named = c.text("default_prompt_name", default=None), c.sub("prompts")
+    known = {} if named is None else {name: named.text(name, default="") for name in named.data}
     c.finish()
-    return "" if name is None else _named(prompts, name, c)
-
-
-def _named(prompts: Config | None, name: str, c: Config) -> str:
-    if prompts is None or name not in prompts:
+    if default is not None and default not in known:
         raise c.refused("default_prompt_name", "one of prompts")
-    text: str = prompts.text(name)
-    return text
+    return known, default
 
 
 def _max_len(root: Path) -> int | None:
