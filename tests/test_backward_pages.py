@@ -23,6 +23,8 @@ def test_backward(capsys: pytest.CaptureFixture[str]) -> None:
         exec(block, names)
     printed = capsys.readouterr().out
     assert printed.startswith("stack.blocks.0.ffn (16, 16, 16) |dy| ")
+    told = (DOCS / "backward.md").read_text(encoding="utf-8").partition("```text\n")[2]
+    assert re.findall("^ready: .*$", printed, re.M) == told.partition("```")[0].splitlines()
     rows = dict(re.findall(r"^(\w+) +(layer 0 .*)$", printed, re.MULTILINE))
     numbers = {name: re.findall(r"layer \d ([\d.]+)", row) for name, row in rows.items()}
     assert numbers.keys() == {"plain", "without", "stopped", "louder"}

@@ -21,10 +21,11 @@ from xformer.checks import require_shape
 from xformer.dispatch import is_inference, kernel
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import BlockConfig, BlockParams
-from xformer.layers.blocks import BlocksCache, add
+from xformer.layers.blocks import BlocksCache, add, report_block
 from xformer.layers.blocks import blocks as reference
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.rope_by_layer import LayerTables
+from xformer.ready import Ready
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -164,10 +165,18 @@ class SharesCache(NamedTuple):
         """
         without_layers()
 
-    def backward(self, dy: Array, drouter_logits: Sequence[None] | None = None) -> tuple[Any, ...]:
+    def backward(
+        self,
+        dy: Array,
+        drouter_logits: Sequence[None] | None = None,
+        *,
+        ready: Ready | None = None,
+    ) -> tuple[Any, ...]:
         """Return the gradients of x, params, memory, bias, pos, memory_pos.
 
         drouter_logits: None, or None for each layer: there are no routers.
+        ready: of `BlocksCache.backward`, but called at the end, for all blocks: each thread runs
+            all layers
 
         The parameter gradients of a layer are added up while backward runs, so that the gradients
         of all shares and layers are never in memory together.
@@ -192,9 +201,12 @@ class SharesCache(NamedTuple):
 
         on_threads([partial(backward, i) for i in range(len(self.shares))])
         dmemory, dbias, *dpositions = zip(*other_grads, strict=True)
+        dparams = tuple(total.value for total in totals)
+        for i in reversed(range(len(order))):
+            report_block(ready, order, i, dparams)
         return (
             dx,
-            tuple(total.value for total in totals),
+            dparams,
             tree.map(_concatenated, *dmemory),
             tree.map(_concatenated if self.bias_per_sequence else _sum, *dbias),
             *(tree.map(_sum, *dpos) for dpos in dpositions),

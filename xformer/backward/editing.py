@@ -63,8 +63,8 @@ def watch(cache: Any, pattern: str, *dys: Any) -> tuple[Any, dict[str, Watched]]
         if name not in names:
             return node
 
-        def backward(before: Any, self: Any, *dys: Any) -> Any:
-            grads = before(self, *dys)
+        def backward(before: Any, self: Any, *dys: Any, **options: Any) -> Any:
+            grads = before(self, *dys, **options)
             seen[name] = Watched(nodes[name], dys, grads)
             return grads
 
@@ -113,10 +113,10 @@ def edit(cache: Any, edits: Mapping[str, Callable[[Array], Array]], *, at: str =
                 gradient = new
             return gradient
 
-        def backward(before: Any, self: Any, *dys: Any) -> Any:
+        def backward(before: Any, self: Any, *dys: Any, **options: Any) -> Any:
             if at == "output":
-                return before(self, *map(changed, dys))
-            grads = before(self, *dys)
+                return before(self, *map(changed, dys), **options)
+            grads = before(self, *dys, **options)
             first = _first(grads)
             if not is_array_api_obj(first):
                 raise TypeError(

@@ -12,6 +12,7 @@ from xformer.layers.block import SITES, BlockConfig, BlockParams, block_terms
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.residual import summed
 from xformer.layers.rope_by_layer import LayerTables, of_layers
+from xformer.ready import Ready, report
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -137,10 +138,17 @@ class BlocksCache(NamedTuple):
     kv_cache: tuple[KVCache, ...]  # of each layer, if one was given; then there is no backward
     extended: tuple[Array, ...] = ()  # of each layer, if there was a segment memory
 
-    def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
+    def backward(
+        self,
+        dy: Array,
+        drouter_logits: Sequence[Any] | None = None,
+        *,
+        ready: Ready | None = None,
+    ) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
         drouter_logits: for each layer, the gradient of an auxiliary loss on its router, or None.
+        ready: called with "blocks.i" and the gradients of this block, after its first layer
         ValueError if `blocks` had a KV cache.
         """
         if self.kv_cache:
@@ -158,10 +166,18 @@ class BlocksCache(NamedTuple):
                 dshared[0] = None
             which = self.order[i]
             dparams[which] = dblock if dparams[which] is None else add(dparams[which], dblock)
+            report_block(ready, self.order, i, dparams)
             shared = dshared if shared is None else add(shared, dshared)
         if self.own_memory:
             shared[0] = tuple(reversed(dmemories))
         return dx, tuple(dparams), *shared
+
+
+def report_block(ready: Ready | None, order: Sequence[int], i: int, dparams: Sequence[Any]) -> None:
+    """Report the gradients of layer i's block, if no layer below has the same block."""
+    which = order[i]
+    if which not in order[:i]:
+        report(ready, f"blocks.{which}", dparams[which])
 
 
 def order_of(params: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) -> tuple[int, ...]:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, NoReturn
 from xformer import ops
 from xformer.dispatch import saved
 from xformer.layers.block import SITES, BlockConfig, BlockParams, block_gradients, branches_of
-from xformer.layers.blocks import BlocksCache, add, order_of
+from xformer.layers.blocks import BlocksCache, add, order_of, report_block
 from xformer.layers.checkpoint import held
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.residual import BranchCache, branched
 from xformer.layers.rope_tables import RopeTables
+from xformer.ready import Ready
 from xformer.shapes import STORED, dtype_name
 from xformer.showing import short
 from xformer.typing import Array
@@ -114,13 +115,20 @@ class ReversibleCache(NamedTuple):
         """Raise AttributeError: unlike `BlocksCache`, this has no cache for each layer."""
         raise AttributeError("blocks: reversible blocks save no cache of each layer")
 
-    def backward(self, dy: Array, drouter_logits: Sequence[None] | None = None) -> tuple[Any, ...]:
+    def backward(
+        self,
+        dy: Array,
+        drouter_logits: Sequence[None] | None = None,
+        *,
+        ready: Ready | None = None,
+    ) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos; None for memory and its pos.
 
         For each block, from the last to the first: dy1 += g'(y1)^T dy2, dx2 = dy2 + f'(x2)^T dy1,
         dx1 = dy1. The first gradients are dy / 2, and dx = dx1 + dx2.
 
         drouter_logits: None, or None for each layer: there are no routers.
+        ready: of `BlocksCache.backward`
         """
         if any(dlogits is not None for dlogits in drouter_logits or ()):
             raise ValueError("blocks: drouter_logits must be None, there are no experts")
@@ -137,6 +145,7 @@ class ReversibleCache(NamedTuple):
             dblock, *dshared = block_gradients(attn, ffn)
             which = network.order[i]
             dparams[which] = dblock if dparams[which] is None else add(dparams[which], dblock)
+            report_block(ready, network.order, i, dparams)
             shared = dshared if shared is None else add(shared, dshared)
         return dy1 + dy2, tuple(dparams), *shared
 

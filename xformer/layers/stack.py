@@ -17,6 +17,7 @@ from xformer.layers.kv_cache import KVCache
 from xformer.layers.norm import NormParams, norm
 from xformer.layers.rope_by_layer import LayerTables
 from xformer.ops.sum_to import sum_to
+from xformer.ready import Ready, report
 from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
@@ -189,23 +190,36 @@ class StackCache(NamedTuple):
         caches: tuple[Any, ...] = self.layers.blocks
         return caches
 
-    def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
+    def backward(
+        self,
+        dy: Array,
+        drouter_logits: Sequence[Any] | None = None,
+        *,
+        ready: Ready | None = None,
+    ) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
         drouter_logits: for each layer, the gradient of an auxiliary loss on its router, or None.
+        ready: called with the name and the gradients of each part of params ("norm", "blocks.0",
+            "memory", "relative_bias"), as soon as nothing is added to them any more
         """
         dnorm = None
         dy = self.drop.backward(dy)
         if self.norm is not None:
             dy, dnorm = self.norm.backward(dy)
-        dx, dblocks, dmemory, dbias, dpos, dmemory_pos = self.layers.backward(dy, drouter_logits)
+            report(ready, "norm", dnorm)
+        dx, dblocks, dmemory, dbias, dpos, dmemory_pos = self.layers.backward(
+            dy, drouter_logits, ready=ready
+        )
         dmemory_params = drelative_bias = None
         if self.memory is not None:
             dmemory, dmemory_params, dmemory_pos = self.memory.backward(*dmemory)
+            report(ready, "memory", dmemory_params)
         if self.relative_bias is not None and not self.frozen_relative_bias:
             drelative_bias = self.relative_bias.backward(
                 sum_to(dbias, shape=(1, *dbias.shape[-3:]))
             )
+            report(ready, "relative_bias", drelative_bias)
         dbias = None if self.bias_shape is None else sum_to(dbias, shape=self.bias_shape)
         dparams = StackParams(dblocks, dnorm, dmemory_params, drelative_bias)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos

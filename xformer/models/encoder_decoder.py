@@ -32,6 +32,7 @@ from xformer.layers.stack import (
 from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
 from xformer.models.state import DecodeState
+from xformer.ready import Ready, below, report
 from xformer.shapes import require_array
 from xformer.showing import short
 from xformer.typing import Array
@@ -532,9 +533,16 @@ class EncodeCache(NamedTuple):
     embed: Any  # of `layers.embed`; None: src has vectors instead of token ids
     stack: Any  # of `layers.stack`
 
-    def backward(self, dmemory: Array, dpos: Array | None) -> tuple[Any, ...]:
-        """Gradients of the source's embedding, the encoder, and src; None for src of token ids."""
-        dx, dencoder, _, _, dself_pos, _ = self.stack.backward(dmemory)
+    def backward(
+        self, dmemory: Array, dpos: Array | None, *, ready: Ready | None = None
+    ) -> tuple[Any, ...]:
+        """Gradients of the source's embedding, the encoder, and src; None for src of token ids.
+
+        ready: of `LossCache.backward`, for the parts of the encoder
+        """
+        dx, dencoder, _, _, dself_pos, _ = self.stack.backward(
+            dmemory, ready=below(ready, "encoder")
+        )
         if dself_pos is not None and dpos is not None:
             dself_pos = dself_pos + dpos
         dembed = None if self.embed is None else self.embed.backward(dx, dself_pos)
@@ -552,12 +560,18 @@ class DecodeCache(NamedTuple):
     stack: Any  # of `layers.stack`
     head: Any  # of the head, or of its loss; None: no head
 
-    def backward(self, dy: Array) -> tuple[Any, ...]:
-        """Gradients of the target's embedding, decoder, head, memory, memory_pos and tgt."""
+    def backward(self, dy: Array, *, ready: Ready | None = None) -> tuple[Any, ...]:
+        """Gradients of the target's embedding, decoder, head, memory, memory_pos and tgt.
+
+        ready: of `LossCache.backward`, for the head and the parts of the decoder
+        """
         dhead = dtable = None
         if self.head is not None:
             dy, dhead, dtable = self.head.backward(dy)
-        dx, ddecoder, dmemory, _, dpos, dmemory_pos = self.stack.backward(dy)
+            report(ready, "head", dhead)
+        dx, ddecoder, dmemory, _, dpos, dmemory_pos = self.stack.backward(
+            dy, ready=below(ready, "decoder")
+        )
         dembed = None if self.embed is None else self.embed.backward(dx, dpos)
         if dtable is not None and dembed is not None:
             dembed = dembed._replace(table=dembed.table + dtable)
@@ -573,17 +587,24 @@ class EncoderDecoderCache(NamedTuple):
     decode: DecodeCache
     shared_embed: bool
 
-    def backward(self, dy: Array) -> EncoderDecoderParams:
-        """Gradients of params."""
-        return self.backward_all(dy)[0]
+    def backward(self, dy: Array, *, ready: Ready | None = None) -> EncoderDecoderParams:
+        """Gradients of params. ready: of `LossCache.backward`."""
+        return self.backward_all(dy, ready=ready)[0]
 
-    def backward_all(self, dy: Array) -> tuple[EncoderDecoderParams, Array | None, Array | None]:
+    def backward_all(
+        self, dy: Array, *, ready: Ready | None = None
+    ) -> tuple[EncoderDecoderParams, Array | None, Array | None]:
         """Gradients of params, src and tgt; None for src and tgt of token ids."""
-        dtgt_embed, ddecoder, dhead, dmemory, dmemory_pos, dtgt = self.decode.backward(dy)
-        dsrc_embed, dencoder, dsrc = self.encode.backward(dmemory, dmemory_pos)
+        dtgt_embed, ddecoder, dhead, dmemory, dmemory_pos, dtgt = self.decode.backward(
+            dy, ready=ready
+        )
+        if not self.shared_embed:
+            report(ready, "tgt_embed", dtgt_embed)
+        dsrc_embed, dencoder, dsrc = self.encode.backward(dmemory, dmemory_pos, ready=ready)
         if self.shared_embed:
             dsrc_embed = tree.map(lambda a, b: a + b, dsrc_embed, dtgt_embed)
             dtgt_embed = None
+        report(ready, "src_embed", dsrc_embed)
         return EncoderDecoderParams(dsrc_embed, dtgt_embed, dencoder, ddecoder, dhead), dsrc, dtgt
 
 

@@ -47,6 +47,7 @@ from xformer.models.router_loss import RouterLossCache, router_loss
 from xformer.models.segment_memory import SegmentMemory
 from xformer.models.state import DecodeState, position_ids, require_padding_mask
 from xformer.ops._loss import one
+from xformer.ready import Ready, below, report
 from xformer.shapes import require_array
 from xformer.showing import short
 from xformer.typing import Array
@@ -658,10 +659,19 @@ class HiddenCache(NamedTuple):
         return self.backward_all(dx, drouter_logits)[0]
 
     def backward_all(
-        self, dx: Array, drouter_logits: tuple[Any, ...] | None = None
+        self,
+        dx: Array,
+        drouter_logits: tuple[Any, ...] | None = None,
+        *,
+        ready: Ready | None = None,
     ) -> tuple[LanguageModelParams, Array | None]:
-        """Gradients of params, without the head, and of the input; None if that is tokens."""
-        dx, dstack, _, _, dpos, _ = self.stack.backward(dx, drouter_logits)
+        """Gradients of params, without the head, and of the input; None if that is tokens.
+
+        ready: of `LossCache.backward`, for the parts of the stack
+        """
+        dx, dstack, _, _, dpos, _ = self.stack.backward(
+            dx, drouter_logits, ready=below(ready, "stack")
+        )
         dembed = None if self.embed is None else self.embed.backward(dx, dpos)
         grads = LanguageModelParams(dembed, dstack, None)
         return grads, dx if self.embed is None else None
@@ -678,25 +688,36 @@ class LanguageModelCache(NamedTuple):
     head: Any  # of the head, or of its loss; None: no head
 
     def backward(
-        self, dy: Array, drouter_logits: tuple[Any, ...] | None = None
+        self,
+        dy: Array,
+        drouter_logits: tuple[Any, ...] | None = None,
+        *,
+        ready: Ready | None = None,
     ) -> LanguageModelParams:
         """Gradients of params. The gradients of both uses of a tied table are added.
 
         drouter_logits: for each layer, the gradient of an auxiliary loss on its router, or None.
+        ready: of `LossCache.backward`
         """
-        return self.backward_all(dy, drouter_logits)[0]
+        return self.backward_all(dy, drouter_logits, ready=ready)[0]
 
     def backward_all(
-        self, dy: Array, drouter_logits: tuple[Any, ...] | None = None
+        self,
+        dy: Array,
+        drouter_logits: tuple[Any, ...] | None = None,
+        *,
+        ready: Ready | None = None,
     ) -> tuple[LanguageModelParams, Array | None]:
         """Gradients of params, and of the input; None if that is tokens."""
         dhead = dtable = None
         if self.head is not None:
             dy, dhead, dtable = self.head.backward(dy)
-        grads, dtokens = self.hidden.backward_all(dy, drouter_logits)
+            report(ready, "head", dhead)
+        grads, dtokens = self.hidden.backward_all(dy, drouter_logits, ready=ready)
         dembed = grads.embed
         if dtable is not None and dembed is not None:
             dembed = dembed._replace(table=dembed.table + dtable)
+        report(ready, "embed", dembed)
         return grads._replace(embed=dembed, head=dhead), dtokens
 
 
@@ -710,8 +731,12 @@ class BalancedLossCache(NamedTuple):
     tokens: LossCache[LanguageModelParams]
     routers: RouterLossCache
 
-    def backward(self, dloss: Array | None = None) -> LanguageModelParams:
-        """Gradients of params. dloss: None: 1."""
+    def backward(
+        self, dloss: Array | None = None, *, ready: Ready | None = None
+    ) -> LanguageModelParams:
+        """Gradients of params. dloss: None: 1. ready: of `LossCache.backward`."""
         dloss = one(self.tokens.value) if dloss is None else dloss
-        grads: LanguageModelParams = self.tokens.model.backward(dloss, self.routers.backward(dloss))
+        grads: LanguageModelParams = self.tokens.model.backward(
+            dloss, self.routers.backward(dloss), ready=ready
+        )
         return grads

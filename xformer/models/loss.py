@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple
 from xformer import ops
 from xformer.layers.linear import LinearCache, LinearParams, LoRAParams, linear
 from xformer.ops._loss import one
+from xformer.ready import Ready
 from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array, Tree
@@ -52,6 +53,14 @@ class LossCache(NamedTuple, Generic[Tree]):
     model: Any  # its backward takes dloss
     value: Array  # (), the loss; gives the dtype and device of the default dloss
 
-    def backward(self, dloss: Array | None = None) -> Tree:
-        """Gradients of the model's parameters. dloss: None: 1."""
-        return self.model.backward(one(self.value) if dloss is None else dloss)
+    def backward(self, dloss: Array | None = None, *, ready: Ready | None = None) -> Tree:
+        """Gradients of the model's parameters. dloss: None: 1.
+
+        ready: called with the name and the gradients of each part of the model ("head",
+            "stack.blocks.7", "embed", ...), as soon as nothing is added to them any more: each
+            gradient once. It must not write to them.
+        """
+        dloss = one(self.value) if dloss is None else dloss
+        if ready is None:
+            return self.model.backward(dloss)
+        return self.model.backward(dloss, ready=ready)

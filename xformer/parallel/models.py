@@ -35,6 +35,7 @@ from xformer.parallel.sharding import (
     whole,
 )
 from xformer.parallel.vocabulary import embedding
+from xformer.ready import Ready
 from xformer.showing import short
 from xformer.typing import Array, Tree
 from xformer.world import World
@@ -216,12 +217,19 @@ class SequenceCache(NamedTuple):
         """Gradients of params, without the head."""
         return self.backward_all(dx, drouter_logits)[0]
 
-    def backward_all(self, dx: Array, drouter_logits: Any = None) -> tuple[Any, None]:
+    def backward_all(
+        self, dx: Array, drouter_logits: Any = None, *, ready: Ready | None = None
+    ) -> tuple[Any, None]:
         """Gradients of params, without the head, and None for the tokens.
 
         Norms and scales of the stack were used for a part of the sequence: their gradients are sums
-        over all processes.
+        over all processes. ValueError for `ready`, since the sums are added at the end.
         """
+        if ready is not None:
+            raise ValueError(
+                "parallel: ready excludes sequence = True: the gradients of norms are added over "
+                "the processes at the end of the backward"
+            )
         grads, _ = self.hidden.backward_all(self.then.backward(dx), drouter_logits)
         leaves = tree.flatten(grads.stack)
         names = [name for name in leaves if cut_of(name, self.cuts) == WHOLE]
