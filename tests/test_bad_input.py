@@ -1092,6 +1092,11 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (
         block_config,
+        {"residual_multiplier": np.inf},
+        "block: residual_multiplier must be finite, got inf",
+    ),
+    (
+        block_config,
         {"residual_scale": np.nan},
         "block: residual_scale must be finite, got nan",
     ),

@@ -33,7 +33,7 @@ LEFT = {
     "alibi",
     "shaw",
 }
-LEFT |= {"bare blocks"}
+LEFT |= {"bare blocks", "olmo2"}
 LEFT |= {"relative bias", "post-norm"}
 WIDE = block_config(24, 4, 40, n_kv_heads=2, d_head=10, d_value=6, norm="rms", norm_offset=1.0)
 FORMS = {
@@ -45,6 +45,7 @@ FORMS = {
     "no norms": {"norm_placement": "none"},
     "no norms, residual scales": {"norm_placement": "none", "residual_scale": 0.5},
     "sandwich, residual scales": {"norm_placement": "sandwich", "residual_scale": -2.0},
+    "residual multiplier": {"residual_multiplier": 0.22},
 }
 
 

@@ -113,6 +113,7 @@ def blocks(draw: Callable[..., Any], shared: dict[str, Any], biased: bool) -> Bl
         shared_norm = shared["norm_placement"] == "pre" and draw(flags)
         options |= {"parallel": True, "shared_norm": shared_norm}
     options["residual_scale"] = draw(maybe(st.just(0.5)))
+    options["residual_multiplier"] = draw(st.sampled_from([1.0, 0.3]))
     return block_config(**shared, **options)
 
 

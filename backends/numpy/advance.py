@@ -124,9 +124,9 @@ def _block(
     attn: Any = params.attn  # AttentionParams
     normed = _norm(x, params.attn_norm, config)
     branch, kv_cache = _attend(normed, attn, config, rotary, kv_cache)
-    x = x + _scaled(_norm(branch, params.attn_out_norm, config), params.attn_scale)
+    x = x + _scaled(_norm(branch, params.attn_out_norm, config), params.attn_scale, config)
     branch = _feed(_norm(x, params.ffn_norm, config), params.ffn, config)
-    x += _scaled(_norm(branch, params.ffn_out_norm, config), params.ffn_scale)
+    x += _scaled(_norm(branch, params.ffn_out_norm, config), params.ffn_scale, config)
     return x, kv_cache
 
 
@@ -213,8 +213,9 @@ def _norm(x: Array, params: NormParams | None, config: BlockConfig) -> Array:
     return y
 
 
-def _scaled(x: Array, scale: Array | None) -> Array:
-    return x if scale is None else x * value(scale)
+def _scaled(x: Array, scale: Array | None, config: BlockConfig) -> Array:
+    x = x if scale is None else x * value(scale)
+    return x if config.residual_multiplier == 1.0 else x * config.residual_multiplier
 
 
 def _linear(x: Array, params: Any) -> Array:

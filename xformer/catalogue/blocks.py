@@ -120,9 +120,10 @@ def _residual() -> Iterator[Case]:
     yield case("no norm, scale", norm=False, scale=True)
     yield case("sandwich", out_norm=True)
     yield case("output norm", norm=False, out_norm=True, config=RMS)
+    yield case("multiplier", multiplier=0.3)
     dropout: Options = {"dropout_rate": 0.3, "dropout_key": KEY}
     yield case("dropout", out_norm=True, **dropout)
-    yield case("dropout, scale", out_norm=True, scale=True, **dropout)
+    yield case("dropout, scale, multiplier", out_norm=True, scale=True, multiplier=0.3, **dropout)
 
 
 class _Flat(NamedTuple):
@@ -168,7 +169,7 @@ def _parallel() -> Iterator[Case]:
     yield case("dropout", **dropout)
     yield case("no norm", n_norms=0)
     yield case("scales, dropout", scales=True, **dropout)
-    yield case("no norm, scales", n_norms=0, scales=True)
+    yield case("no norm, scales, multiplier", n_norms=0, scales=True, multiplier=0.3)
 
 
 LLAMA: Options = {
@@ -320,6 +321,8 @@ def _modern_block() -> Iterator[Case]:
     latent = LLAMA | {"attn": LATENT}
     yield _blocks("block: latent attention", config=latent, bias=(2, 1, 4), **turned)
     yield _blocks("block: latent attention, parallel", config=latent | {"parallel": True}, **turned)
+    granite = LLAMA | {"residual_multiplier": 0.22, "attn": llama | {"scale": 0.3}}
+    yield _blocks("block: Granite", config=granite, **turned)
     experts = layers.ExpertsConfig(n_experts=3, top_k=2, d_ff=11)
     yield _blocks("block: Mixtral", config=LLAMA | {"ffn": experts}, **turned)
     qwen2 = layers.ExpertsConfig(3, 2, 11, normalise=False, d_shared=7, shared_gate=True)
@@ -436,6 +439,7 @@ def _stack() -> Iterator[Case]:
     masked: Options = {"mask": BLOCK_MASKS["mask"], "dropout_key": KEY}
     yield _blocks("stack: reversible", bias=(5, 1, 4, 4), pos=True, **streams, **masked)
     one = {"n_blocks": 1, "config": {"reversible": True, "norm_placement": "output"}}
+    one["config"] |= {"residual_multiplier": 0.3}
     yield _blocks("stack: reversible, one block for both layers", **one)
     before: Options = {"segment_memory": _segment_memory, "causal": True}
     yield _blocks("stack: XL, segment memory", config={"attn": {"xl": True}}, **before)

@@ -45,6 +45,8 @@ class BlockConfig:
         x + f(x), with "post" too
     residual_scale: the initial value of a learned number for each sublayer, which multiplies its
         output: x + alpha f(norm(x)), ... (0: ReZero, arXiv:2003.04887). None: no number
+    residual_multiplier: m, a fixed number that multiplies what each sublayer adds to x:
+        x + m f(norm(x)), ... (Granite)
     reversible: y1 = x1 + attn(norm(x2)), y2 = x2 + ffn(norm'(y1)) on two streams
         (`layers.blocks`); backward rebuilds x1 and x2 from y1 and y2. Not with "post", parallel or
         experts.
@@ -59,6 +61,7 @@ class BlockConfig:
     attn_norm: bool = True
     dropout: float = 0.0  # of the output of each sublayer
     residual_scale: float | None = None
+    residual_multiplier: float = 1.0
     reversible: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +97,7 @@ class BlockConfig:
             raise ValueError("block: parallel needs attn_norm")
         if self.residual_scale is not None:
             finite("block", "residual_scale", self.residual_scale)
+        finite("block", "residual_multiplier", self.residual_multiplier)
         if self.reversible:
             self._require_invertible()
 
@@ -289,6 +293,7 @@ def block_terms(
     )
     rate = config.dropout if dropout_key is not None else 0.0
     residual_options: dict[str, Any] = {"config": config.norm, "dropout_rate": rate}
+    residual_options["multiplier"] = config.residual_multiplier
     if config.parallel:
         first, second = branches
         residual_options["dropout_keys"] = first.dropout_key, second.dropout_key

@@ -36,6 +36,7 @@ def residual(
     *,
     norm_placement: str = "pre",
     config: NormConfig | None = None,
+    multiplier: float = 1.0,
     dropout_rate: float = 0.0,
     dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, ResidualCache]:
@@ -51,11 +52,12 @@ def residual(
         None: no number
     norm_placement: "pre" or "post"
     config: of both norms; None: LayerNorm
+    multiplier: a fixed number that multiplies what is added to x (Granite)
     dropout_key: None: no dropout
     ValueError for another norm_placement, and for shapes that do not fit.
     """
     branch = Branch(sublayer, norm_params, out_norm, scale, dropout_key)
-    options: Any = {"config": config, "dropout_rate": dropout_rate}
+    options: Any = {"config": config, "multiplier": multiplier, "dropout_rate": dropout_rate}
     terms, cache = residuals(x, (branch,), norm_placement=norm_placement, **options)
     return summed(*terms), ResidualCache(cache)
 
@@ -83,6 +85,7 @@ def residuals(
     *,
     norm_placement: str = "pre",
     config: NormConfig | None = None,
+    multiplier: float = 1.0,
     dropout_rate: float = 0.0,
 ) -> tuple[Terms, ResidualsCache]:
     """`residual` of each branch in sequence, on x + r, with the result as two terms.
@@ -90,7 +93,7 @@ def residuals(
     With "pre", the next norm computes the last sum in the same op. None is 0.
 
     x, r: (..., D)
-    norm_placement, config, dropout_rate: of `residual`
+    norm_placement, config, multiplier, dropout_rate: of `residual`
     ValueError for another norm_placement, and for shapes that do not fit.
     """
     require_one_of("residual: norm_placement", norm_placement, ("pre", "post"))
@@ -101,13 +104,13 @@ def residuals(
         x, r = summed(x, r), None
     for branch in branches:
         if post:
-            r, cache = _branch(x, branch, config, dropout_rate)
+            r, cache = _branch(x, branch, config, multiplier, dropout_rate)
             (s, x), sum_cache = _sum_and_norm(x, r, branch.norm, config)
             del s, r  # frees them before the next sublayer runs
         else:
             (x, inner), sum_cache = _sum_and_norm(x, r, branch.norm, config)
             del r
-            r, cache = _branch(inner, branch, config, dropout_rate)
+            r, cache = _branch(inner, branch, config, multiplier, dropout_rate)
         caches.append(cache._replace(sum=sum_cache))
     return (x, None if post else r), ResidualsCache(tuple(caches), post)
 
@@ -128,30 +131,36 @@ def _sum_and_norm(
 
 
 def branched(
-    x: Array, branch: Branch, *, config: NormConfig, dropout_rate: float = 0.0
+    x: Array,
+    branch: Branch,
+    *,
+    config: NormConfig,
+    multiplier: float = 1.0,
+    dropout_rate: float = 0.0,
 ) -> tuple[Array, BranchCache]:
-    """r = dropout(scale * out_norm(f(norm(x)))): what a branch of "pre" adds to a stream.
+    """What a branch of "pre" adds to a stream: r = dropout(m * scale * out_norm(f(norm(x)))).
 
     x, r: (..., D)
-    config, dropout_rate: of `residual`
+    config, multiplier (m), dropout_rate: of `residual`
     ValueError for shapes that do not fit.
     """
     (_, inner), norm_cache = _sum_and_norm(x, None, branch.norm, config)
-    r, cache = _branch(inner, branch, config, dropout_rate)
+    r, cache = _branch(inner, branch, config, multiplier, dropout_rate)
     return r, cache._replace(sum=norm_cache)
 
 
 def _branch(
-    inner: Array, branch: Branch, config: NormConfig, dropout_rate: float
+    inner: Array, branch: Branch, config: NormConfig, multiplier: float, dropout_rate: float
 ) -> tuple[Array, BranchCache]:
-    """dropout(scale * out_norm(sublayer(inner))), which is added to x."""
+    """dropout(multiplier * scale * out_norm(sublayer(inner))), which is added to x."""
     r, sub_cache = branch.sublayer(inner)
     out_cache = None
     if branch.out_norm is not None:
         r, out_cache = norm(r, branch.out_norm, config=config)
     r, scale_cache = _scaled(r, branch.scale)
+    r = r if multiplier == 1.0 else r * multiplier
     r, drop_cache = ops.dropout(r, rate=dropout_rate, key=branch.dropout_key)
-    return r, BranchCache(None, sub_cache, out_cache, scale_cache, drop_cache)
+    return r, BranchCache(None, sub_cache, out_cache, scale_cache, multiplier, drop_cache)
 
 
 def _scaled(r: Array, scale: Array | None) -> tuple[Array, ScaledCache | None]:
@@ -186,6 +195,7 @@ class BranchCache(NamedTuple):
     sublayer: Any
     out_norm: Any
     scale: ScaledCache | None
+    multiplier: float
     drop: Any
 
     def backward(self, dr: Array) -> tuple[Any, ...]:
@@ -232,6 +242,7 @@ class ResidualsCache(NamedTuple):
 def _through_branch(cache: BranchCache, dr: Array, dextra: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gradients of the sublayer's input, out_norm and scale, then the sublayer's others."""
     dr, dout_norm, dscale = cache.drop.backward(dr), None, None
+    dr = dr if cache.multiplier == 1.0 else dr * cache.multiplier
     if cache.scale is not None:
         dr, dscale = cache.scale.backward(dr)
     if cache.out_norm is not None:
@@ -250,6 +261,7 @@ def parallel(
     second_scale: Array | None = None,
     *,
     config: NormConfig | None = None,
+    multiplier: float = 1.0,
     dropout_rate: float = 0.0,
     dropout_keys: tuple[ops.RandomKey | None, ops.RandomKey | None] = (None, None),
 ) -> tuple[Array, ParallelCache]:
@@ -261,6 +273,7 @@ def parallel(
     second_norm: None: g reads norm(x) too (GPT-J)
     first_scale, second_scale: (1,), numbers that multiply the outputs of f and g; None: no number
     config: of both norms; None: LayerNorm
+    multiplier: a fixed number that multiplies the outputs of f and g
     dropout_keys: of f and g; None: no dropout
     ValueError for shapes that do not fit.
     """
@@ -273,6 +286,7 @@ def parallel(
         first_scale,
         second_scale,
         config=config,
+        multiplier=multiplier,
         dropout_rate=dropout_rate,
         dropout_keys=dropout_keys,
     )
@@ -290,6 +304,7 @@ def parallels(
     r: Array | None = None,
     *,
     config: NormConfig | None = None,
+    multiplier: float = 1.0,
     dropout_rate: float = 0.0,
     dropout_keys: tuple[ops.RandomKey | None, ops.RandomKey | None] = (None, None),
 ) -> tuple[Terms, ParallelCache]:
@@ -303,8 +318,8 @@ def parallels(
         Branch(first, None, None, first_scale, dropout_keys[0]),
         Branch(second, None, None, second_scale, dropout_keys[1]),
     )
-    f, first_cache = _branch(inner, branches[0], config, dropout_rate)
-    g, second_cache = _branch(other, branches[1], config, dropout_rate)
+    f, first_cache = _branch(inner, branches[0], config, multiplier, dropout_rate)
+    g, second_cache = _branch(other, branches[1], config, multiplier, dropout_rate)
     return (x + f, g), ParallelCache(norm_cache, second_norm_cache, first_cache, second_cache)
 
 

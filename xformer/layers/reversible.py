@@ -90,9 +90,10 @@ class _Network(NamedTuple):
         options: Any = {"config": config, "kv_cache": kv_cache, "dropout_key": key, **self.options}
         options["rotary"] = self.rotary[i]
         block = self.params[self.order[i]]
-        rate = 0.0 if key is None else config.dropout
+        around: Any = {"config": config.norm, "multiplier": config.residual_multiplier}
+        around["dropout_rate"] = 0.0 if key is None else config.dropout
         return [
-            partial(branched, branch=branch, config=config.norm, dropout_rate=rate)
+            partial(branched, branch=branch, **around)
             for branch in branches_of(block, None, self.bias, self.pos, **options)
         ]
 
