@@ -62,6 +62,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **SIZES,
         **{"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4},
     },
+    "olmo2": {"architecture": "Olmo2ForCausalLM", **SIZES},
+    "granite": {
+        "architecture": "GraniteForCausalLM",
+        **SIZES,
+        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.3},
+        **{"residual_multiplier": 0.22, "logits_scaling": 5.0},
+    },
+    "phi3": {"architecture": "Phi3ForCausalLM", **SIZES, "partial_rotary_factor": 0.5},
+    "starcoder2": {"architecture": "Starcoder2ForCausalLM", **SIZES, "sliding_window": 4},
 }
 CONFIGS["gpt_neox"].pop("num_key_value_heads")
 NAMES = [

@@ -59,6 +59,18 @@ def test_what_they_describe() -> None:
     assert windows == [(4095, None), None] * 13
     assert (gemma.head.tied, gemma.head.softcap, gemma.blocks[0].attn.softcap) == (True, 30.0, 50.0)
     assert (gemma.embed.scale, gemma.blocks[0].attn.scale) == (48.0, 0.0625)
+    olmo = described("OLMo-2-0425-1B").blocks[0]
+    assert (olmo.norm_placement, olmo.attn.qk_norm) == ("output", "all")
+    granite = described("granite-3.1-2b-base")
+    block = granite.blocks[0]
+    assert (granite.embed.scale, granite.head.scale, block.attn.scale) == (12.0, 1 / 8, 1 / 64)
+    assert block.residual_multiplier == 0.22 and block.residual_scale is None
+    phi = described("Phi-4-mini-instruct").rotary
+    assert (phi.width, phi.original_max_len, phi.stretch) == (96, 4096, 32.0)
+    assert described("Phi-3-mini-4k-instruct").blocks[0].attn.window == (2046, None)
+    starcoder = described("starcoder2-3b")
+    assert (starcoder.embed.dropout, starcoder.blocks[0].dropout) == (0.1, 0.1)
+    assert starcoder.head.tied and starcoder.blocks[0].ffn.activation == "gelu_tanh"
 
 
 def test_layers_of_different_kinds() -> None:
@@ -116,6 +128,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama-2-7b-hf", scaled(rope_type="longrope"), "short_factor is missing"),
     ("Llama-2-7b-hf", {"rope_theta": "10000"}, "rope_theta must be a number"),
     ("Llama-3.1-8B", scaled(rope_type="llama3", factor=8.0), "low_freq_factor is missing"),
+    (
+        "Phi-3-mini-4k-instruct",
+        scaled(type="linear", factor=2.0),
+        "type must be one of default, lo",
+    ),
+    ("Phi-4-mini-instruct", {"partial_rotary_factor": 0.5}, "short_factor must be a list of 32"),
+    (
+        "Phi-4-mini-instruct",
+        {"original_max_position_embeddings": None}
+        | scaled(type="longrope", original_max_position_embeddings=8192),
+        "original_max_position_embeddings must be 4096, got 8192",
+    ),
+    ("Phi-4-mini-instruct", {"partial_rotary_factor": 1.5}, "must be more than 0 and at most 1"),
     # Numbers that do not fit together
     ("gpt2", {"n_head": 5}, "n_heads = 5 must divide d_model = 768"),
     ("gpt2", {"n_head": 1024}, "n_heads = 1024 must divide d_model = 768"),

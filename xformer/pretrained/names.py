@@ -22,10 +22,11 @@ class Link(NamedTuple):
     """A link between one tensor and one leaf, one tensor and several, or several and one leaf.
 
     theirs: names of tensors.
-    ours: dotted names of leaves. Several leaves (queries, keys, values) must be equally wide. The
-        tensor has them side by side along their last axis, within each of its `groups` equal parts.
+    ours: dotted names of leaves. The tensor has several leaves (queries, keys, values) side by side
+        along their last axis, within each of its `groups` equal parts.
     flip: the last two axes are exchanged.
     stack: there is one tensor for each row of one leaf (experts), even if there is only one row.
+    shares: integers that are proportional to the widths of several leaves; (): they are equal.
     """
 
     theirs: tuple[str, ...]
@@ -33,6 +34,7 @@ class Link(NamedTuple):
     flip: bool = False
     groups: int = 1
     stack: bool = False
+    shares: tuple[int, ...] = ()
 
     def shapes(self, leaves: Mapping[str, Shape]) -> dict[str, Shape]:
         """Name -> shape of each tensor, from the shapes of the leaves."""
@@ -40,7 +42,7 @@ class Link(NamedTuple):
         if self.stack:
             shape = shape[1:]
         if len(self.ours) > 1:
-            shape = (*shape[:-1], len(self.ours) * shape[-1])
+            shape = (*shape[:-1], sum(leaves[name][-1] for name in self.ours))
         if self.flip:
             shape = (*shape[:-2], shape[-1], shape[-2])
         return dict.fromkeys(self.theirs, shape)
@@ -52,13 +54,12 @@ class Link(NamedTuple):
             return {self.ours[0]: np.stack(flipped)}
         if len(self.ours) == 1:
             return {self.ours[0]: flipped[0]}
-        n, *lead = len(self.ours), *flipped[0].shape[:-1]
-        if self.groups == 1:
-            parts = np.split(flipped[0], n, axis=-1)
-        else:
-            grouped = flipped[0].reshape(*lead, self.groups, n, -1)
-            parts = [grouped[..., i, :].reshape(*lead, -1) for i in range(n)]
-        return dict(zip(self.ours, parts, strict=True))
+        lead = flipped[0].shape[:-1]
+        grouped = flipped[0].reshape(*lead, self.groups, -1)
+        ends = np.cumsum(self.shares or (1,) * len(self.ours))
+        ends = ends * grouped.shape[-1] // ends[-1]
+        parts = np.split(grouped, ends[:-1], axis=-1)
+        return {name: a.reshape(*lead, -1) for name, a in zip(self.ours, parts, strict=True)}
 
     def write(self, leaves: list[np.ndarray]) -> Arrays:
         """The tensors by name, as views if possible: the inverse of `read`."""
@@ -68,8 +69,8 @@ class Link(NamedTuple):
             tensors = leaves
         else:
             lead = leaves[0].shape[:-1]
-            grouped = [leaf.reshape(*lead, self.groups, 1, -1) for leaf in leaves]
-            tensors = [np.concatenate(grouped, axis=-2).reshape(*lead, -1)]
+            grouped = [leaf.reshape(*lead, self.groups, -1) for leaf in leaves]
+            tensors = [np.concatenate(grouped, axis=-1).reshape(*lead, -1)]
         flipped = [t.swapaxes(-1, -2) if self.flip else t for t in tensors]
         return dict(zip(self.theirs, flipped, strict=True))
 
@@ -103,14 +104,23 @@ def attention(theirs: str, ours: str, q: str, k: str, v: str, o: str) -> Links:
         yield from linear(f"{theirs}.{name}", f"{ours}.{leaf}")
 
 
-def fused(weight: str, bias: str, ours: str, *, flip: bool = True, groups: int = 1) -> Links:
+def fused(
+    weight: str,
+    bias: str,
+    ours: str,
+    *,
+    flip: bool = True,
+    groups: int = 1,
+    shares: tuple[int, ...] = (),
+) -> Links:
     """The links of one linear map for queries, keys and values.
 
     groups: of heads; the file has queries, keys and values of a group side by side.
+    shares: numbers of their heads; (): they are equal.
     """
     leaves = [f"{ours}.{leaf}" for leaf in ("q", "kv.k", "kv.v")]
-    yield Link((weight,), tuple(f"{leaf}.w" for leaf in leaves), flip, groups)
-    yield Link((bias,), tuple(f"{leaf}.b" for leaf in leaves), groups=groups)
+    yield Link((weight,), tuple(f"{leaf}.w" for leaf in leaves), flip, groups, shares=shares)
+    yield Link((bias,), tuple(f"{leaf}.b" for leaf in leaves), groups=groups, shares=shares)
 
 
 def experts(theirs: list[str], ours: str) -> Links:

@@ -9,7 +9,7 @@ from xformer.layers.rope_config import RopeConfig
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError
 
-TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+TYPES = {kind: kind for kind in ("default", "linear", "dynamic", "yarn", "llama3", "longrope")}
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -20,6 +20,8 @@ def rope(
     max_len: int,
     theta: float = 10000.0,
     share: float | None = None,
+    original: int | None = None,
+    types: Mapping[str, str] = TYPES,
     names: Mapping[str, str] = {},
 ) -> RopeConfig:
     """The RoPE configuration of heads of `width` channels, in a model for `max_len` tokens.
@@ -31,6 +33,9 @@ def rope(
     theta: the default base of the family.
     share: the default fraction of channels that the family rotates. None: it rotates all channels,
         and its configuration must not have another value.
+    original: `original_max_position_embeddings` if the key is missing outside the parameters. The
+        parameters must not have another value. None: the value in the parameters, or max_len.
+    types: the family's types, and what they mean.
     names: the family's names of `rope_theta` and `partial_rotary_factor` outside the parameters.
 
     Raises PretrainedError.
@@ -42,7 +47,7 @@ def rope(
         wanted = "1 in this family" if share is None else "more than 0 and at most 1"
         message = f"partial_rotary_factor must be {wanted}, got {turned:g}"
         raise PretrainedError(f"{part.where}: {message}")
-    return _scaled(c, part, max_len, int(width * turned), theta)
+    return _scaled(c, part, max_len, int(width * turned), theta, original=original, types=types)
 
 
 def rope_by_type(
@@ -81,12 +86,21 @@ def rope_by_type(
     return ropes
 
 
-def _scaled(c: Config, part: Config, max_len: int, width: int, theta: float) -> RopeConfig:
+def _scaled(
+    c: Config,
+    part: Config,
+    max_len: int,
+    width: int,
+    theta: float,
+    *,
+    original: int | None = None,
+    types: Mapping[str, str] = TYPES,
+) -> RopeConfig:
     """The configuration with the scaling of the parameters `part`, for `width` channels."""
-    kind = part.text("type", choices=TYPES, default="default")
-    kind = part.text("rope_type", choices=TYPES, default=kind)
-    part.only("type", kind)
-    options = _options(kind, c, part, max_len, width)
+    kind = part.text("type", choices=tuple(types), default="default")
+    kind = types[part.text("rope_type", choices=tuple(types), default=kind)]
+    part.only("type", *(name for name, meant in types.items() if meant == kind))
+    options = _options(kind, c, part, max_len, original, width)
     scaling = "none" if kind == "default" else kind
     try:
         return RopeConfig(width, theta, scaling=scaling, **options)
@@ -94,7 +108,9 @@ def _scaled(c: Config, part: Config, max_len: int, width: int, theta: float) -> 
         raise PretrainedError(f"{part.where}: {error}") from error
 
 
-def _options(kind: str, c: Config, part: Config, max_len: int, width: int) -> dict[str, Any]:
+def _options(
+    kind: str, c: Config, part: Config, max_len: int, original: int | None, width: int
+) -> dict[str, Any]:
     """The options of a scaling of kind `kind`. `finish` refuses keys that it does not read."""
     options: dict[str, Any] = {}
     if kind in ("linear", "dynamic", "llama3"):
@@ -106,7 +122,9 @@ def _options(kind: str, c: Config, part: Config, max_len: int, width: int) -> di
     c.integer(ORIGINAL, default=None)  # other kinds may have it too, without effect
     if kind in ("yarn", "llama3", "longrope"):
         part.integer(ORIGINAL, default=None)
-        options["original_max_len"] = int(_agreed(c, part, ORIGINAL, max_len))
+        if original is not None and ORIGINAL not in c:
+            part.only(ORIGINAL, original)
+        options["original_max_len"] = int(_agreed(c, part, ORIGINAL, original or max_len))
     if kind in ("yarn", "longrope"):
         options["max_len"] = max_len
         options |= {

@@ -44,10 +44,26 @@ def block(
 ) -> BlockConfig:
     """Return a block of RMSNorm, attention with RoPE and a gated feed-forward network.
 
-    eps, d_head: the family's defaults
-    kv_heads: the family's default if the key is absent. null means all heads.
+    eps: the family's default
+    kv_heads, d_head, attn: of `attend`
     ffn: None: `gated(c)`
-    attn: further options of the attention. By default it has no biases.
+    """
+    return BlockConfig(
+        attend(c, kv_heads=kv_heads, d_head=d_head, **attn),
+        gated(c) if ffn is None else ffn,
+        NormConfig("rms", c.number("rms_norm_eps", low=0, default=eps), norm_offset),
+        norm_placement,
+    )
+
+
+def attend(
+    c: Config, *, kv_heads: int | None = None, d_head: int | None = None, **more: Any
+) -> AttentionConfig:
+    """Return the options of the attention.
+
+    kv_heads: the family's default if the key is absent. null means all heads.
+    d_head: the family's default
+    more: further options. By default it has no biases.
     """
     heads = c.integer("num_attention_heads", low=1)
     options: dict[str, Any] = {
@@ -60,12 +76,7 @@ def block(
         "bias": False,
         "dropout": rate(c, "attention_dropout", 0.0),
     }
-    return BlockConfig(
-        AttentionConfig(**options | attn),
-        gated(c) if ffn is None else ffn,
-        NormConfig("rms", c.number("rms_norm_eps", low=0, default=eps), norm_offset),
-        norm_placement,
-    )
+    return AttentionConfig(**options | more)
 
 
 def gated(c: Config, act: str | None = None, *, bias: bool = False) -> FeedForwardConfig:
@@ -82,17 +93,21 @@ def decoder(
     max_len: int = 2048,
     theta: float = 10000.0,
     tied: bool = False,
-    embed_scale: float = 1.0,
-    softcap: float | None = None,
     rotary: Rotary = None,
+    embed_scale: float = 1.0,
+    embed_dropout: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     **options: Any,
 ) -> LanguageModel:
     """Return a decoder of `blocks`.
 
     head: the head, as in `Family.heads`
     max_len, theta, tied: the family's values if the configuration has no such key
-    embed_scale, softcap: the scale of the embedding, and the softcap of the logits
-    rotary: the RoPE of the layers; None: `rope` of the configuration for all layers
+    rotary: the RoPE of the layers; None: `rope` of the configuration for all layers, with heads
+        that are rotated whole
+    embed_scale, embed_dropout: of the embedding
+    logit_scale, softcap: of the logits
     options: further options of `LanguageModel`
     """
     max_len = c.integer("max_position_embeddings", low=1, default=max_len)
@@ -102,11 +117,12 @@ def decoder(
         d_model=blocks[0].d_model,
         positions="none",
         scale=embed_scale,
+        dropout=embed_dropout,
     )
     if rotary is None:
         rotary = rope(c, width=blocks[0].attn.head_width, max_len=max_len, theta=theta)
     is_tied = c.flag("tie_word_embeddings", default=tied)
-    top = decoder_head(c, head, tied=is_tied, softcap=softcap)
+    top = decoder_head(c, head, tied=is_tied, scale=logit_scale, softcap=softcap)
     return LanguageModel(embed, blocks, rotary=rotary, head=top, **options)
 
 
@@ -147,12 +163,15 @@ def links(model: LanguageModel) -> Links:
 def block_links(theirs: str, ours: str) -> Links:
     """Yield the links of attention and of both norms of a block."""
     yield from norm(f"{theirs}.input_layernorm", f"{ours}.attn_norm")
-    yield from attention(
-        f"{theirs}.self_attn", f"{ours}.attn", "q_proj", "k_proj", "v_proj", "o_proj"
-    )
-    yield from norm(f"{theirs}.self_attn.q_norm", f"{ours}.attn.q_norm")
-    yield from norm(f"{theirs}.self_attn.k_norm", f"{ours}.attn.kv.k_norm")
+    yield from attention_links(f"{theirs}.self_attn", f"{ours}.attn")
     yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
+
+
+def attention_links(theirs: str, ours: str) -> Links:
+    """Yield the links of attention, with the norms of queries and keys."""
+    yield from attention(theirs, ours, "q_proj", "k_proj", "v_proj", "o_proj")
+    yield from norm(f"{theirs}.q_norm", f"{ours}.q_norm")
+    yield from norm(f"{theirs}.k_norm", f"{ours}.kv.k_norm")
 
 
 def feed_forward_links(theirs: str, ours: str) -> Links:
@@ -168,14 +187,15 @@ def top_links() -> Links:
     yield from linear("score", "head.out")
 
 
-def family(name: str, build: Any, links: Any = links) -> Family:
-    """Return the family whose architectures begin with `name`."""
+HEADS = {"ForCausalLM": "lm", "ForSequenceClassification": "classifier", "Model": "hidden"}
+
+
+def family(
+    name: str, build: Any, links: Any = links, *, heads: Collection[str] = tuple(HEADS)
+) -> Family:
+    """Return the family whose architectures begin with `name`. heads: how their names end."""
     return Family(
-        heads={
-            f"{name}ForCausalLM": "lm",
-            f"{name}ForSequenceClassification": "classifier",
-            f"{name}Model": "hidden",
-        },
+        heads={f"{name}{end}": HEADS[end] for end in heads},
         build=build,
         links=links,
         prefix="model.",
