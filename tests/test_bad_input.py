@@ -1154,6 +1154,14 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         {"alibi": True, "causal": False},
         "LanguageModel: alibi needs causal attention: it favours later keys",
     ),
+    (
+        LanguageModel,
+        {
+            "blocks": (block_config(8, 2, 5, experts=ExpertsConfig(3, 2, 5, score="sigmoid")),),
+            "load_balancing_weight": 0.1,
+        },
+        'LanguageModel: load_balancing_weight needs experts with score "softmax"',
+    ),
     *(
         (
             LanguageModel,

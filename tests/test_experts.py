@@ -176,6 +176,52 @@ def test_mixture_is_the_formula(library: Backend, normalise: bool) -> None:
     assert np.allclose(y, wanted, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("kind", ["V2", "V3"])
+def test_deepseeks_choice_token_by_token(library: Backend, kind: str) -> None:
+    """arXiv:2405.04434, eq. 20 to 22, and 2412.19437, eq. 12 to 16, with groups."""
+    groups: dict[str, Any] = {"n_groups": 4, "top_groups": 2, "weight_scale": 2.5}
+    if kind == "V3":
+        groups |= {"score": "sigmoid", "correction": True, "group_top": 2}
+    config = layers.ExpertsConfig(12, 3, 11, normalise=kind == "V3", **groups)
+    x, params = layer_inputs(library, config)
+    correction = np.zeros(12)
+    if kind == "V3":
+        params = params._replace(correction=library.generator(6, "float64").normal((12,)))
+        correction = library.to_numpy(params.correction)
+    y, cache = layers.mixture(x, params, config=config)
+    host: Any = tree.map(library.to_numpy, params)
+    moved = 0
+    for row, got, ids in zip(
+        library.to_numpy(x).reshape(14, 3),
+        library.to_numpy(y).reshape(14, 3),
+        library.to_numpy(cache.ids),
+        strict=True,
+    ):
+        logits = row @ host.router
+        scores = softmax(logits) if kind == "V2" else 1 / (1 + np.exp(-logits))
+        keys = scores + correction
+        best = [sorted(keys[3 * g : 3 * g + 3])[::-1][: 1 if kind == "V2" else 2] for g in range(4)]
+        allowed = np.argsort([-sum(each) for each in best])[:2]
+        chosen = sorted(
+            (e for g in allowed for e in range(3 * g, 3 * g + 3)), key=lambda e: -keys[e]
+        )
+        assert ids.tolist() == chosen[:3]
+        moved += set(ids) != set(np.argsort(-scores)[:3])
+        total = sum(scores[e] for e in ids) if kind == "V3" else 1.0
+        wanted = 0
+        for e in ids:
+            hidden = silu(row @ host.gate[e]) * (row @ host.up[e])
+            wanted = wanted + 2.5 * scores[e] / total * (hidden @ host.down[e])
+        assert np.allclose(got, wanted, rtol=1e-12, atol=1e-14)
+    assert moved  # groups or the correction have changed a choice
+    dparams = cache.backward(y)[1]
+    assert (
+        dparams.correction is None
+        if kind == "V2"
+        else not library.to_numpy(dparams.correction).any()
+    )
+
+
 def test_mixtrals_and_qwens_order_are_one_function() -> None:
     """softmax(top k of l) = top k of softmax(l) / their sum: the denominator of all cancels."""
     logits, order = NUMPY.generator(0, "float64").normal((7, 5), std=3.0), slice(-2, None)
@@ -272,6 +318,9 @@ def test_mixture_under_jit(library: Backend) -> None:
     require_close(*host, FLOAT64)
 
 
+GROUPS = {"n_experts": 6, "n_groups": 2}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -284,6 +333,17 @@ def test_mixture_under_jit(library: Backend) -> None:
         ({"d_shared": 0}, ValueError, "d_shared must be an int of at least 1, got 0"),
         ({"shared_gate": 1}, TypeError, "shared_gate must be True or False, got 1"),
         ({"shared_gate": True}, ValueError, "shared_gate needs d_shared"),
+        ({"score": "relu"}, ValueError, "score must be one of softmax, sigmoid, got 'relu'"),
+        ({"correction": True}, ValueError, "correction needs score \"sigmoid\", got 'softmax'"),
+        ({"n_groups": 2}, ValueError, "n_groups must divide n_experts = 5, got 2"),
+        ({"top_groups": 2}, ValueError, "top_groups must be at most 1 with n_groups = 1, got 2"),
+        (GROUPS | {"group_top": 4}, ValueError, "group_top must be at most 3 with n_groups = 2"),
+        (GROUPS | {"group_top": 2}, ValueError, 'group_top above 1 needs score "sigmoid"'),
+        (
+            GROUPS | {"top_k": 4},
+            ValueError,
+            "top_k must be at most the 3 experts of 1 groups, got 4",
+        ),
     ],
 )
 def test_bad_configurations(change: Any, error: type[Exception], message: str) -> None:

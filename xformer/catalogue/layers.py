@@ -335,10 +335,13 @@ def _mixture() -> Iterator[Case]:
         batch: tuple[int, ...] = (5,),
         **options: Any,
     ) -> Case:
-        cfg = layers.ExpertsConfig(n_experts=3, top_k=top_k, d_ff=11, **options)
+        sizes: Options = {"n_experts": 3, "top_k": top_k, "d_ff": 11}
+        cfg = layers.ExpertsConfig(**sizes | options)
 
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
             params = cfg.init(rng, 6, draw=lambda rng, s: rng.normal(s, std=s[0] ** -0.5))
+            if cfg.correction:
+                params = params._replace(correction=rng.normal((cfg.n_experts,)))
             return partial(function, config=cfg), (rng.normal((*batch, 4, 6)), params)
 
         return _layer(f"mixture: {note}", make)
@@ -346,6 +349,11 @@ def _mixture() -> Iterator[Case]:
     yield case("2 of 3")
     yield case("1 of 3", top_k=1)
     yield case("2 of 3, as they are", normalise=False)
+    groups: Options = {"n_experts": 6, "n_groups": 3, "top_groups": 2, "weight_scale": 2.5}
+    yield case("2 of 3, sigmoid", score="sigmoid", normalise=False)
+    yield case("DeepSeek-V2", normalise=False, d_shared=7, **groups)
+    v3: Options = {"score": "sigmoid", "correction": True, "group_top": 2}
+    yield case("DeepSeek-V3", d_shared=7, **v3, **groups)
     yield case("2 of 3, relu", activation="relu")
     yield case("2 of 3, one sequence", batch=())
     yield case("2 of 3, auxiliary loss", _mixture_and_logits)

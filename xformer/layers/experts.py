@@ -10,11 +10,18 @@ from array_api_compat import array_namespace, device
 
 from xformer import ops
 from xformer.backends import Generator
-from xformer.checks import plain_numbers, require_gradient, require_sizes
+from xformer.checks import (
+    number,
+    plain_numbers,
+    require_gradient,
+    require_one_of,
+    require_sizes,
+)
 from xformer.dispatch import saved
 from xformer.initializers import Draw, normal
 from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams, linear
+from xformer.layers.router import route
 from xformer.ops.activation import require_activation
 from xformer.shapes import require_array
 from xformer.showing import short
@@ -29,6 +36,13 @@ class ExpertsConfig:
     normalise: whether the weights of a token's experts sum to 1. True: Mixtral (softmax over the
         chosen logits) and Qwen with norm_topk_prob (softmax over all logits, then the chosen ones
         normalised), which are the same function. False: Qwen without norm_topk_prob.
+    score: "softmax", or "sigmoid" of each logit (DeepSeek-V3)
+    weight_scale: multiplies the weights
+    n_groups, top_groups, group_top: the experts are n_groups groups of neighbours. A token chooses
+        among the top_groups groups with the largest sums of their group_top best scores
+        (DeepSeek-V2: 1, V3: 2).
+    correction: whether params have a number for each expert that is added to the scores for the
+        choice alone; only with "sigmoid"
     d_shared: the hidden width of an expert that every token runs through, beside the chosen ones.
         None: there is no shared expert.
     shared_gate: whether its output is multiplied by sigmoid(x w_shared_gate), as in Qwen2-MoE
@@ -41,6 +55,12 @@ class ExpertsConfig:
     activation: str = "silu"
     d_shared: int | None = None
     shared_gate: bool = False
+    score: str = "softmax"
+    weight_scale: float = 1.0
+    n_groups: int = 1
+    top_groups: int = 1
+    group_top: int = 1
+    correction: bool = False
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -51,12 +71,42 @@ class ExpertsConfig:
             raise ValueError(
                 f"mixture: top_k must be at most n_experts = {self.n_experts}, got {self.top_k}"
             )
-        for name in ("normalise", "shared_gate"):
+        for name in ("normalise", "shared_gate", "correction"):
             if not isinstance(got := getattr(self, name), bool):
                 raise TypeError(f"mixture: {name} must be True or False, got {got!r}")
         if self.shared_gate and self.d_shared is None:
             raise ValueError("mixture: shared_gate needs d_shared")
         require_activation("mixture", self.activation)
+        require_one_of("mixture: score", self.score, ("softmax", "sigmoid"))
+        number("mixture", "weight_scale", self.weight_scale)
+        if self.correction and self.score != "sigmoid":
+            raise ValueError(f'mixture: correction needs score "sigmoid", got {self.score!r}')
+        self._require_groups()
+
+    def _require_groups(self) -> None:
+        """ValueError unless the groups divide the experts, and their best have top_k of them."""
+        names = ("n_groups", "top_groups", "group_top")
+        require_sizes("mixture", 1, **{name: getattr(self, name) for name in names})
+        if self.n_experts % self.n_groups:
+            raise ValueError(
+                f"mixture: n_groups must divide n_experts = {self.n_experts}, got {self.n_groups}"
+            )
+        each = self.n_experts // self.n_groups
+        for name, most in (("top_groups", self.n_groups), ("group_top", each)):
+            if getattr(self, name) > most:
+                raise ValueError(
+                    f"mixture: {name} must be at most {most} with n_groups = {self.n_groups}, "
+                    f"got {getattr(self, name)}"
+                )
+        if self.top_k > self.top_groups * each:
+            raise ValueError(
+                f"mixture: top_k must be at most the {self.top_groups * each} experts of "
+                f"{self.top_groups} groups, got {self.top_k}"
+            )
+        if self.group_top > 1 and self.score != "sigmoid":
+            raise ValueError(
+                f'mixture: group_top above 1 needs score "sigmoid", got {self.score!r}'
+            )
 
     def init(self, rng: Generator, d_model: int, *, draw: Draw = normal) -> ExpertsParams:
         """Initial parameters. draw: the distribution of the weights, one expert after another."""
@@ -70,6 +120,8 @@ class ExpertsConfig:
             up=each((d_model, self.d_ff)),
             down=each((self.d_ff, d_model)),
         )
+        if self.correction:
+            params = params._replace(correction=rng.full((self.n_experts,), 0.0))
         if self.d_shared is None:
             return params
         shared = FeedForwardConfig(self.d_shared, self.activation, gated=True, bias=False)
@@ -89,6 +141,7 @@ class ExpertsParams(NamedTuple):
     down: Array  # (E, F, D)
     shared: FeedForwardParams | None = None  # the shared expert, gated
     shared_gate: Array | None = None  # (D, 1); None: the shared expert's output as it is
+    correction: Array | None = None  # (E,), of the scores, for the choice of experts alone
 
 
 def mixture(
@@ -99,9 +152,9 @@ def mixture(
     With params.shared, y + shared(x), or y + sigmoid(x w_shared_gate) * shared(x) if there is a
     shared_gate.
 
-    Mixtral (arXiv:2401.04088, eq. 1 to 3) and Qwen-MoE: see `ExpertsConfig.normalise`. Among equal
-    logits, the expert of lower index is first. The cache has `router_logits` (N, E) and `ids`
-    (N, C) for auxiliary losses; N = B * T, C = top_k.
+    Mixtral (arXiv:2401.04088, eq. 1 to 3), Qwen-MoE and DeepSeek-V2 and V3: see `ExpertsConfig`.
+    Among equal scores, the expert of lower index is first. The cache has `router_logits` (N, E) and
+    `ids` (N, C) for auxiliary losses; N = B * T, C = top_k.
 
     x, y: (B, T, D), or one sequence (T, D) with B = 1
     ValueError for shapes that do not fit. Derivation: docs/derivations/experts.md
@@ -110,12 +163,8 @@ def mixture(
     xp = array_namespace(x)
     rows = xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))  # (N, D)
     logits, router = linear(rows, LinearParams(params.router, None))  # (N, E)
-    ids = xp.argsort(logits, axis=-1, descending=True, stable=True)[:, : config.top_k]
-    if config.normalise:
-        weights, softmax = ops.softmax(xp.take_along_axis(logits, ids, axis=-1))  # (N, C)
-    else:
-        probs, softmax = ops.softmax(logits)
-        weights = xp.take_along_axis(probs, ids, axis=-1)
+    weights, chosen = route(logits, value(params.correction), config=config)
+    ids = chosen.ids
     experts = params.gate, params.up, params.down
     gate, up, down = map(value, experts)
     frozen = tuple(isinstance(w, Frozen) for w in experts)
@@ -133,14 +182,15 @@ def mixture(
     if params.shared is not None:
         y_shared, shared = _shared_expert(rows, params.shared, params.shared_gate, config)
         y = y + y_shared
+    is_corrected = params.correction is not None and not isinstance(params.correction, Frozen)
     return xp.reshape(y, x.shape), MixtureCache(
-        logits, ids, router, softmax, cache, x.shape, config.normalise, frozen, shared
+        logits, ids, router, chosen, cache, x.shape, frozen, shared, is_corrected
     )
 
 
 @short
 class MixtureCache(NamedTuple):
-    """Saved by `mixture` for backward: the caches of the router, the softmax and the experts.
+    """Saved by `mixture` for backward: the caches of the router, the choice and the experts.
 
     `ids` tells which logits have a gradient from the experts. Auxiliary losses read
     `router_logits` and `ids`.
@@ -149,12 +199,12 @@ class MixtureCache(NamedTuple):
     router_logits: Array  # (N, E)
     ids: Array  # (N, C), by falling logits
     router: Any  # of `layers.linear`
-    softmax: Any  # of the softmax that gives the weights of the experts
+    chosen: Any  # of `layers.router.route`
     experts: Any  # of `ops.experts`
     shape: tuple[int, ...]  # of x
-    normalise: bool  # `ExpertsConfig.normalise`
     frozen: tuple[bool, ...]  # which of gate, up and down are frozen
     shared: Any = None  # of the shared expert
+    is_corrected: bool = False  # whether params have a correction that is not frozen
 
     def backward(
         self, dy: Array, drouter_logits: Array | None = None
@@ -167,10 +217,7 @@ class MixtureCache(NamedTuple):
         xp = array_namespace(dy)
         dy = xp.reshape(dy, (self.ids.shape[0], self.shape[-1]))  # (N, D)
         dx, *dexperts, dweights = self.experts.backward(dy)
-        if self.normalise:
-            dlogits = self._spread(self.softmax.backward(dweights))
-        else:
-            dlogits = self.softmax.backward(self._spread(dweights))
+        dlogits = self.chosen.backward(dweights)
         if drouter_logits is not None:
             require_gradient("mixture", "drouter_logits", drouter_logits, self.router_logits)
             dlogits = dlogits + drouter_logits
@@ -181,15 +228,11 @@ class MixtureCache(NamedTuple):
             dx_shared, dshared, dshared_gate = self.shared.backward(dy)
             dx = dx + dx_shared
             dparams = dparams._replace(shared=dshared, shared_gate=dshared_gate)
+        if self.is_corrected:  # it only chooses: a small change of it changes nothing
+            options: Any = {"dtype": dx.dtype, "device": device(dx)}
+            zeros = xp.zeros(self.router_logits.shape[1:], **options)
+            dparams = dparams._replace(correction=zeros)
         return xp.reshape(dx, self.shape), dparams
-
-    def _spread(self, dchosen: Array) -> Array:
-        """(N, C) -> (N, E): the values of the chosen experts, 0 for the others."""
-        xp = array_namespace(dchosen)
-        n_experts = self.router_logits.shape[1]
-        every = xp.arange(n_experts, dtype=self.ids.dtype, device=device(self.ids))
-        hit = self.ids[:, :, None] == every  # (N, C, E)
-        return xp.sum(xp.where(hit, dchosen[:, :, None], 0.0), axis=1)
 
 
 def _shared_expert(
@@ -235,10 +278,11 @@ def _require_fit(x: Array, params: ExpertsParams, config: ExpertsConfig) -> None
         "up": ("(E, D, F)", (e, d, f)),
         "down": ("(E, F, D)", (e, f, d)),
         "shared_gate": ("(D, 1)", (d, 1)),
+        "correction": ("(E,)", (e,)),
     }
     for name, (letter, shape) in letters.items():
         array = value(getattr(params, name))
-        if array is None and name == "shared_gate":
+        if array is None and name in ExpertsParams._field_defaults:
             continue
         require_array("mixture", name, array)
         if tuple(array.shape) != shape:

@@ -140,6 +140,12 @@ class LanguageModel:
                 f"experts, all with one n_experts and one top_k, "
                 f"got {sorted(routers) or 'no experts'}"
             )
+        if self.load_balancing_weight and any(
+            b.experts.score != "softmax" for b in self.blocks if b.experts
+        ):
+            raise ValueError(
+                'LanguageModel: load_balancing_weight needs experts with score "softmax"'
+            )
 
     def _require_xl(self) -> None:
         """ValueError unless layers with attn.xl are all of them, and have no other positions."""

@@ -51,6 +51,7 @@ CUTS: dict[str, Cut] = {
     "*.down": 1,
     "*.router": COPIED,
     "*.shared_gate": COPIED,
+    "*.correction": COPIED,
     # The vocabulary: rows of the table, columns of an untied head.
     "*embed.table": 0,
     "*.head.w": 1,
