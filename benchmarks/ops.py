@@ -62,6 +62,8 @@ def cases() -> Iterator[OpCall]:
     w, b, key = normal(768), normal(768), xf.RandomKey(1, 2, 3)
     ids, targets = rng.integers(0, 16384, 2048), rng.integers(0, 16384, 512)
     yield from _pointwise(wide)
+    peer = lambda gate, up: _quick(gate.clamp(max=7)) * (up.clamp(-7, 7) + 1)  # noqa: E731
+    yield OpCall("clamped_swiglu", ops.clamped_swiglu, (wide, up), {}, peer)
     yield OpCall("glu", ops.glu, (wide, up), {}, lambda gate, up: _nn().silu(gate) * up)
     yield OpCall("dropout", ops.dropout, (wide,), {"rate": 0.1, "key": key})
     yield OpCall("random_bits", ops.random_bits, (wide,), {"key": key, "size": wide.size})
@@ -99,7 +101,7 @@ def _pointwise(x: np.ndarray) -> Iterator[OpCall]:
     yield OpCall("gelu", ops.gelu, (x,), {}, lambda x: _nn().gelu(x))
     peer: Any = lambda x, approximate: _nn().gelu(x, approximate=approximate)  # noqa: E731
     yield OpCall("gelu, tanh", ops.gelu, (x,), {"approximate": "tanh"}, peer)
-    yield OpCall("quick_gelu", ops.quick_gelu, (x,), {}, lambda x: x * (1.702 * x).sigmoid())
+    yield OpCall("quick_gelu", ops.quick_gelu, (x,), {}, _quick)
     yield OpCall("silu", ops.silu, (x,), {}, lambda x: _nn().silu(x))
     yield OpCall("sigmoid", ops.sigmoid, (x,), {}, lambda x: x.sigmoid())
     yield OpCall("tanh", ops.tanh, (x,), {}, lambda x: x.tanh())
@@ -145,6 +147,10 @@ def _experts(rng: np.random.Generator, x: np.ndarray) -> Iterator[OpCall]:
     yield OpCall("experts", ops.experts, (x, *maps, weights), {"ids": ids})
     yield OpCall("load_balancing", ops.load_balancing, (logits,), {"ids": ids})
     yield OpCall("router_z_loss", ops.router_z_loss, (logits,), {})
+
+
+def _quick(x: Any) -> Any:
+    return x * (1.702 * x).sigmoid()
 
 
 def _nn() -> Any:

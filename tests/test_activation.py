@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xformer.backends import Backend
-from xformer.ops import glu, quick_gelu, relu_squared, softcap
+from xformer.ops import clamped_swiglu, glu, quick_gelu, relu_squared, softcap
 from xformer.ops.activation import ACTIVATIONS, require_activation
 
 RNG = np.random.default_rng(11)
@@ -64,6 +64,23 @@ def test_gates_with_silu_unless_told() -> None:
     assert np.array_equal(glu(X, UP)[0], glu(X, UP, activation="silu")[0])
 
 
+def test_clamped_swiglu_outside_its_limits(library: Backend) -> None:
+    """The gate is clamped above, up on both sides; at a limit dy passes."""
+    gate = library.asarray([-np.inf, -9.0, 2.0, 3.0, np.inf, 1.0, 1.0, 1.0])
+    up = library.asarray([1.0, 1.0, 1.0, 1.0, 1.0, -2.0, np.inf, -np.inf])
+    y, cache = clamped_swiglu(gate, up, limit=2.0)
+    dgate, dup = map(library.to_numpy, cache.backward(library.asarray(np.ones(8))))
+
+    def act(g: float) -> float:
+        return g / (1 + float(np.exp(-1.702 * g)))
+
+    wanted = [0, 2 * act(-9), *[2 * act(2)] * 3, -act(1), 3 * act(1), -act(1)]
+    assert np.allclose(library.to_numpy(y), wanted, rtol=1e-13, atol=1e-15)
+    assert dgate[[0, 3, 4]].tolist() == [0, 0, 0] and dgate[[1, 2, 5, 6, 7]].all()
+    inside = [0, act(-9), *[act(2)] * 3, act(1)]
+    assert np.allclose(dup, [*inside, 0, 0], rtol=1e-13, atol=1e-15)
+
+
 def test_relu_squared_at_its_kink_and_ends(library: Backend) -> None:
     y, cache = relu_squared(library.asarray([-np.inf, -3.0, 0.0, 3.0, np.inf]))
     assert library.to_numpy(y).tolist() == [0, 0, 0, 9, np.inf]
@@ -102,6 +119,11 @@ def test_softcap_keeps_small_numbers_and_bounds_large_ones(library: Backend) -> 
         ),
         (lambda: softcap(X, cap=None), TypeError, "softcap: cap must be a number, got NoneType"),
         (lambda: softcap([1.0], cap=1.0), TypeError, "softcap: x must be an array, got list"),
+        (
+            lambda: clamped_swiglu(X, UP, limit=-7.0),
+            ValueError,
+            "clamped_swiglu: limit must be positive and finite, got -7.0",
+        ),
         (
             lambda: quick_gelu(X > 0),
             TypeError,

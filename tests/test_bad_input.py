@@ -93,6 +93,7 @@ CALLS = {
     "quick_gelu": Call({"x": X}, {}),
     "softcap": Call({"x": X}, {"cap": 1.5}),
     "glu": Call({"gate": X, "up": numbers(2, 3, 5)}, {}),
+    "clamped_swiglu": Call({"gate": X, "up": numbers(2, 3, 5)}, {}),
     "rope": Call({"x": numbers(2, 4, 3, 5)}, {"cos": numbers(3, 2), "sin": numbers(3, 2)}),
     "dropout": Call({"x": X}, {"rate": 0.5, "key": KEY}),
     "sdpa": Call(
@@ -164,6 +165,9 @@ CALLS = {
             "w_up": numbers(5, 3, 7),
             "w_down": numbers(5, 7, 3),
             "weights": numbers(2, 3),
+            "b_gate": numbers(5, 7),
+            "b_up": numbers(5, 7),
+            "b_down": numbers(5, 3),
         },
         {"ids": IDS},
     ),
@@ -308,6 +312,7 @@ def test_options_do_not_widen_float32() -> None:
         "rms_norm": {"eps": half, "offset": half},
         "l2_normalize": {"eps": half},
         "softcap": {"cap": half},
+        "clamped_swiglu": {"limit": half},
         "rope": {name: x.astype(np.float32) for name, x in CALLS["rope"].options.items()},
         "dropout": {"rate": half},
         "sdpa": {"scale": half, "softcap": half, "dropout_rate": half, "dropout_key": KEY},
@@ -502,7 +507,10 @@ EMPTY = {
     **{name: [[(0,)], [(2, 0, 3)], [()]] for name in ("relu", "gelu", "silu", "tanh", "sigmoid")},
     "erf": [[(0,)], [(2, 0, 3)], [()]],
     **{name: [[(0,)], [(2, 0, 3)], [()]] for name in ("relu_squared", "quick_gelu", "softcap")},
-    "glu": [[(0,), (0,)], [(2, 0, 3), (2, 0, 3)], [(1,), (1,)]],
+    **{
+        name: [[(0,), (0,)], [(2, 0, 3), (2, 0, 3)], [(1,), (1,)]]
+        for name in ("glu", "clamped_swiglu")
+    },
     "dropout": [[(0,)], [(2, 0, 3)], [()]],
     "mse": [[(0,), (0,)], [(2, 0), (2, 0)], [(), ()]],
     "embedding": [[(0, 7)], [(5, 0)], [(5, 7)]],

@@ -43,7 +43,7 @@ def ran(library: Backend, args: tuple[Any, ...], ids: Any, dy: Any = None) -> li
     """The output and all gradients, on the host."""
     y, cache = ops.experts(*args, ids=library.asarray(ids))
     dy = library.generator(5, "float64").normal(y.shape) if dy is None else library.asarray(dy)
-    return [library.to_numpy(a) for a in (y, *cache.backward(dy))]
+    return [library.to_numpy(a) for a in (y, *cache.backward(dy)) if a is not None]
 
 
 # ---- The op and its kernel ----
@@ -331,6 +331,12 @@ GROUPS = {"n_experts": 6, "n_groups": 2}
         ({"normalise": "yes"}, TypeError, "normalise must be True or False, got 'yes'"),
         ({"activation": "sin"}, ValueError, "activation must be one of relu, "),
         ({"d_shared": 0}, ValueError, "d_shared must be an int of at least 1, got 0"),
+        ({"bias": None}, TypeError, "bias must be True or False, got None"),
+        (
+            {"d_shared": 3, "activation": "clamped_swiglu"},
+            ValueError,
+            "a shared expert: activation must be one of relu, ",
+        ),
         ({"shared_gate": 1}, TypeError, "shared_gate must be True or False, got 1"),
         ({"shared_gate": True}, ValueError, "shared_gate needs d_shared"),
         ({"score": "relu"}, ValueError, "score must be one of softmax, sigmoid, got 'relu'"),
@@ -367,6 +373,8 @@ def test_mixture_says_what_does_not_fit(library: Backend) -> None:
         fails(f"mixture: {name} must be {wanted}, got shape {tuple(bad.shape)}", **{name: bad})
     message = "mixture: shared_gate must be (D, 1) = (3, 1), got shape (3, 5)"
     fails(message, shared_gate=params.router)
+    message = "mixture: up_bias must be (E, F) = (5, 11), got shape (5, 3)"
+    fails(message, up_bias=library.asarray(np.ones((5, 3))))
     y, cache = layers.mixture(x, params, config=CONFIG)
     with pytest.raises(ValueError, match=r"^mixture: dy must have shape "):
         cache.backward(y[:1, ...])
@@ -409,6 +417,52 @@ def block_of(family: str, normalise: bool) -> Any:
     for p in block.parameters():
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5, generator=generator)
     return block
+
+
+@pytest.mark.usefixtures("float64_routers")
+def test_mixture_is_that_of_gpt_oss() -> None:
+    """Biases everywhere, gate and up in alternate columns; large inputs, some clamped."""
+    torch = pytest.importorskip("torch")
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    sizes = {"hidden_size": 3, "num_experts_per_tok": 2, "intermediate_size": 11}
+    theirs = GptOssMLP(
+        GptOssConfig(num_local_experts=5, experts_implementation="eager", **sizes)
+    ).double()
+    generator = torch.Generator().manual_seed(0)
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, generator=generator)
+    x, dy = NUMPY.generator(0, "float64").normal((2, 2, 7, 3), std=4.0)
+    x_torch = torch.tensor(x, requires_grad=True)
+    y = theirs(x_torch)[0]
+    leaves = dict(theirs.named_parameters())
+    grads = torch.autograd.grad(y, (x_torch, *leaves.values()), torch.tensor(dy))
+
+    def ours(values: dict[str, np.ndarray]) -> layers.ExpertsParams:
+        w, b = values["experts.gate_up_proj"], values["experts.gate_up_proj_bias"]
+        return layers.ExpertsParams(
+            router=values["router.weight"].T,
+            gate=w[..., ::2],
+            up=w[..., 1::2],
+            down=values["experts.down_proj"],
+            router_bias=values["router.bias"],
+            gate_bias=b[:, ::2],
+            up_bias=b[:, 1::2],
+            down_bias=values["experts.down_proj_bias"],
+        )
+
+    params = ours({name: p.detach().numpy() for name, p in leaves.items()})
+    gates = np.einsum("btd,edf->btef", x, params.gate) + params.gate_bias
+    assert 0.05 < (gates > 7).mean() < 0.5
+    config = layers.ExpertsConfig(5, 2, 11, activation="clamped_swiglu", bias=True)
+    found, cache = layers.mixture(x, params, config=config)
+    dx, dparams = cache.backward(dy)
+    wanted = {"y": y.detach().numpy(), "dx": grads[0].numpy()}
+    wanted |= tree.flatten(
+        ours({name: g.numpy() for name, g in zip(leaves, grads[1:], strict=True)})
+    )
+    require_close({"y": found, "dx": dx, **tree.flatten(dparams)}, wanted, FLOAT64)
 
 
 def as_params(router: Any, gate_up: Any, down: Any, *shared: Any) -> layers.ExpertsParams:

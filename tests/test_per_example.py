@@ -210,9 +210,12 @@ def test_a_gradient_that_is_not_finite_is_never_whole() -> None:
             found.clipped(1.0)
 
 
-def test_sinks_and_experts_in_a_model() -> None:
+@pytest.mark.parametrize(
+    "options", [{"d_shared": 4, "shared_gate": True}, {"bias": True}], ids=["shared", "biases"]
+)
+def test_sinks_and_experts_in_a_model(options: dict[str, Any]) -> None:
     """The router z-loss treats tokens one by one, so it is allowed; its mean is over all."""
-    mixture = ExpertsConfig(n_experts=3, top_k=2, d_ff=5, d_shared=4, shared_gate=True)
+    mixture = ExpertsConfig(n_experts=3, top_k=2, d_ff=5, **options)
     block = block_config(d_model=16, n_heads=2, d_ff=8, sinks=True, experts=mixture)
     model = LanguageModel(EmbedConfig(17, 16, 16, 8), (block,) * 2, router_z_weight=0.1)
     params = model.init(seed=0, dtype="float64")

@@ -26,7 +26,7 @@ AROUND = {
     "memory": "keys and values of memory",
     "relative_bias": "relative bias",
 }
-EXPERTS = ("ffn.gate", "ffn.up", "ffn.down")
+EXPERTS = tuple(f"ffn.{name}{bias}" for name in ("gate", "up", "down") for bias in ("", "_bias"))
 
 
 class Part(NamedTuple):
@@ -208,7 +208,7 @@ def _active(block: BlockParams, config: BlockConfig) -> int:
     sizes = {name: math.prod(leaf.shape) for name, leaf in tree.flatten(block).items()}
     if config.experts is None:
         return sum(sizes.values())
-    of_experts = sum(sizes[name] for name in EXPERTS)
+    of_experts = sum(sizes.get(name, 0) for name in EXPERTS)
     chosen = of_experts // config.experts.n_experts * config.experts.top_k
     return sum(sizes.values()) - of_experts + chosen
 

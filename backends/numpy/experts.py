@@ -10,7 +10,7 @@ import numpy as np
 from xformer.backends.numpy.ids import private_copy
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
-from xformer.ops.experts import ExpertCache, one_expert, require_choice
+from xformer.ops.experts import ExpertCache, of_expert, one_expert, require_choice
 from xformer.ops.experts import experts as reference
 from xformer.showing import short
 from xformer.typing import Array
@@ -23,6 +23,9 @@ def experts(
     w_up: Array,
     w_down: Array,
     weights: Array,
+    b_gate: Array | None = None,
+    b_up: Array | None = None,
+    b_down: Array | None = None,
     *,
     ids: Array,
     activation: str = "silu",
@@ -30,14 +33,14 @@ def experts(
 ) -> tuple[Array, NumpyExpertsCache]:
     """Gather the rows of each chosen expert, and add its weighted output to these rows of y."""
     ids = require_choice(private_copy(ids), w_gate, activation)
+    ws = w_gate, w_up, w_down, b_gate, b_up, b_down
     y, parts = np.zeros(x.shape, x.dtype), []
     for e, rows, is_chosen in _assigned(ids):
         share = np.where(is_chosen, weights[rows], 0).sum(axis=1)
-        w_e = w_gate[e], w_up[e], w_down[e]
-        y_e, part = one_expert(x[rows], w_e, share, activation)
+        y_e, part = one_expert(x[rows], of_expert(ws, e), share, activation)
         y[rows] += y_e
         parts.append(part)
-    return y, NumpyExpertsCache(x, w_gate, w_up, w_down, ids, activation, trainable, tuple(parts))
+    return y, NumpyExpertsCache(x, ws, ids, activation, trainable, tuple(parts))
 
 
 @short
@@ -45,35 +48,34 @@ class NumpyExpertsCache(NamedTuple):
     """Saved by `experts` for backward: its inputs, and the cache of each chosen expert."""
 
     x: Array  # (N, D)
-    w_gate: Array  # (E, D, F)
-    w_up: Array  # (E, D, F)
-    w_down: Array  # (E, F, D)
+    ws: tuple[Array | None, ...]  # w_gate, w_up, w_down, b_gate, b_up, b_down
     ids: Array  # (N, C)
     activation: str
     trainable: bool
     parts: tuple[ExpertCache, ...]  # one for each chosen expert, in ascending order
 
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
-        """Return the gradients of x, w_gate, w_up, w_down and weights.
+        """Return the gradients of x, w_gate, w_up, w_down, weights, b_gate, b_up and b_down.
 
         The weight gradients of an expert that no row chose are 0.
         """
         require_gradient("experts", "dy", dy, self.x)
         x, ids = self.x, self.ids
         dx, dweights = np.zeros(x.shape, dy.dtype), np.zeros(ids.shape, dy.dtype)
-        dws: list[Array] = []
-        if self.trainable:
-            dws = [np.zeros(w.shape, dy.dtype) for w in (self.w_gate, self.w_up, self.w_down)]
+        dws = [
+            np.zeros(w.shape, dy.dtype) if self.trainable and w is not None else None
+            for w in self.ws
+        ]
         for (e, rows, is_chosen), part in zip(_assigned(ids), self.parts, strict=True):
-            w_e = self.w_gate[e], self.w_up[e], self.w_down[e]
             dx_e, dw_e, dshare = part.backward(
-                dy[rows], x[rows], w_e, self.activation, self.trainable
+                dy[rows], x[rows], of_expert(self.ws, e), self.activation, self.trainable
             )
             dx[rows] += dx_e
-            for dw, dw_of_expert in zip(dws, dw_e, strict=False):
-                dw[e] = dw_of_expert
+            for dw, dw_of_expert in zip(dws, dw_e, strict=True):
+                if dw is not None:
+                    dw[e] = dw_of_expert
             dweights[rows] += np.where(is_chosen, dshare[:, None], 0)
-        return dx, *(dws or (None, None, None)), dweights
+        return dx, *dws[:3], dweights, *dws[3:]
 
 
 def _assigned(ids: Array) -> Iterator[tuple[int, Array, Array]]:

@@ -157,9 +157,12 @@ def _of_examples(cache: Any, dctx: Array, n: int) -> list[Any]:
 
 
 def experts(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
-    """Of each expert: the products of x with dgate and dup, and of its hidden units with dy."""
-    dx, *dws, dweights = grads
-    if dws[0] is None:
+    """Of each expert: the products of x with dgate and dup, and of its hidden units with dy.
+
+    db_gate and db_up are sums of dgate and dup, db_down is the sum of share * dy.
+    """
+    dx, *dws, dweights, db_gate, db_up, db_down = grads
+    if all(grad is None for grad in (*dws, db_gate)):
         return grads
     if not hasattr(cache, "factors"):
         raise ValueError(
@@ -174,7 +177,14 @@ def experts(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
     pairs = zip(*cache.factors(dys[0]), strict=True)  # of gate, up and down
     products = [Product(*map(stacked, zip(*pair, strict=True))) for pair in pairs]
     terms = [Summands(dw, [product]) for dw, product in zip(dws, products, strict=True)]
-    return dx, *terms, dweights
+    gate, up, down = products
+    shares = stacked(tuple(part.share[:, None] for part in cache.parts))
+    return (
+        *(dx, *terms, dweights),
+        _each(db_gate, lambda: xp.sum(gate.dy, axis=2)),
+        _each(db_up, lambda: xp.sum(up.dy, axis=2)),
+        _each(db_down, lambda: xp.sum(shares * down.dy, axis=2)),
+    )
 
 
 def bias(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
@@ -222,8 +232,8 @@ OPS: dict[str, Rule] = {
 LAYERS: dict[str, Rule] = {"linear.BiasCache": bias, "attention.HeadsCache": heads}
 # Ops without parameters that treat the rows of x one by one.
 PLAIN = {
-    *("cross_entropy", "dropout", "erf", "gated_delta_rule", "gelu", "glu", "index_add"),
-    "l2_normalize",
+    *("clamped_swiglu", "cross_entropy", "dropout", "erf", "gated_delta_rule", "gelu", "glu"),
+    *("index_add", "l2_normalize"),
     *(
         "log_softmax",
         "lsh_attention",

@@ -327,6 +327,9 @@ def _modern_block() -> Iterator[Case]:
     yield _blocks("block: Mixtral", config=LLAMA | {"ffn": experts}, **turned)
     qwen2 = layers.ExpertsConfig(3, 2, 11, normalise=False, d_shared=7, shared_gate=True)
     yield _blocks("block: Qwen2-MoE", config=LLAMA | {"ffn": qwen2}, **turned)
+    clamped = layers.ExpertsConfig(3, 2, 11, activation="clamped_swiglu", bias=True)
+    oss: Options = {"attn": llama | {"sinks": True, "bias": True, "window": (1, 0)}, "ffn": clamped}
+    yield _blocks("block: gpt-oss", config=LLAMA | oss, **turned)
     some: Options = {"attn": {"sinks": True, "o_bias": False}, "ffn": {"bias": False}}
     yield _blocks("block: sinks, biases", config=some)
     for output in ("bias", "none"):

@@ -333,6 +333,7 @@ def _mixture() -> Iterator[Case]:
         *,
         top_k: int = 2,
         batch: tuple[int, ...] = (5,),
+        scale: float = 1.0,
         **options: Any,
     ) -> Case:
         sizes: Options = {"n_experts": 3, "top_k": top_k, "d_ff": 11}
@@ -340,9 +341,11 @@ def _mixture() -> Iterator[Case]:
 
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
             params = cfg.init(rng, 6, draw=lambda rng, s: rng.normal(s, std=s[0] ** -0.5))
+            if cfg.bias:
+                params = random(rng, params)
             if cfg.correction:
                 params = params._replace(correction=rng.normal((cfg.n_experts,)))
-            return partial(function, config=cfg), (rng.normal((*batch, 4, 6)), params)
+            return partial(function, config=cfg), (rng.normal((*batch, 4, 6), std=scale), params)
 
         return _layer(f"mixture: {note}", make)
 
@@ -357,6 +360,8 @@ def _mixture() -> Iterator[Case]:
     yield case("2 of 3, relu", activation="relu")
     yield case("2 of 3, one sequence", batch=())
     yield case("2 of 3, auxiliary loss", _mixture_and_logits)
+    yield case("2 of 3, biases", bias=True)
+    yield case("2 of 3, clamped SwiGLU", activation="clamped_swiglu", bias=True, scale=4.0)
     yield case("2 of 3, shared expert", d_shared=7)
     yield case("2 of 3, shared expert with a gate", d_shared=7, shared_gate=True)
 

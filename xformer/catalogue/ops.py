@@ -38,6 +38,7 @@ def cases() -> Iterator[Case]:
         _scale,
         _elementwise,
         _glu,
+        _clamped_swiglu,
         _rope,
         _dropout,
         _sdpa,
@@ -148,6 +149,11 @@ def _elementwise() -> Iterator[Case]:
 def _glu() -> Iterator[Case]:
     for activation in ACTIVATIONS:
         yield _op(f"glu: {activation}", ops.glu, (5, 11), (5, 11), activation=activation)
+
+
+def _clamped_swiglu() -> Iterator[Case]:
+    yield _op("clamped_swiglu: some are clamped", ops.clamped_swiglu, (5, 11), (5, 11), limit=0.8)
+    yield _op("clamped_swiglu: x (5,)", ops.clamped_swiglu, (5,), (5,))
 
 
 def _turned(x: Array, *, cos: Array, sin: Array, **options: Any) -> tuple[Array, Any]:
@@ -450,12 +456,23 @@ def _choice(rows: int, n_experts: int, k: int) -> Draw:
 
 
 def _experts() -> Iterator[Case]:
-    def case(note: str, rows: int, ids: Draw, k: int = 2, **options: Any) -> Case:
+    def case(
+        note: str,
+        rows: int,
+        ids: Draw,
+        k: int = 2,
+        biases: tuple[tuple[int, ...], ...] = (),
+        **options: Any,
+    ) -> Case:
         shapes = (rows, 3), (5, 3, 11), (5, 3, 11), (5, 11, 3), (rows, k)  # D = 3, E = 5, F = 11
-        return _op(f"experts: {note}", ops.experts, *shapes, ids=ids, **options)
+        return _op(f"experts: {note}", ops.experts, *shapes, *biases, ids=ids, **options)
 
     yield case("2 of 5", 7, _choice(7, 5, 2))
     yield case("2 of 5, gelu", 7, _choice(7, 5, 2), activation="gelu")
+    biases = (5, 11), (5, 11), (5, 3)
+    yield case("2 of 5, relu, biases", 7, _choice(7, 5, 2), biases=biases, activation="relu")
+    clamped: Options = {"activation": "clamped_swiglu", "biases": biases}
+    yield case("2 of 5, clamped SwiGLU", 7, _choice(7, 5, 2), **clamped)
     yield case("all rows to one", 7, lambda rng, _: rng.integers((7, 1), low=3, high=4), 1)
     yield case("one row", 1, _choice(1, 5, 2))
     yield case("no rows", 0, _choice(0, 5, 2))

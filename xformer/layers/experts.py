@@ -22,7 +22,7 @@ from xformer.initializers import Draw, normal
 from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.router import route
-from xformer.ops.activation import require_activation
+from xformer.ops.activation import gated_unit, require_activation
 from xformer.shapes import require_array
 from xformer.showing import short
 from xformer.tree import Frozen, value
@@ -36,6 +36,9 @@ class ExpertsConfig:
     normalise: whether the weights of a token's experts sum to 1. True: Mixtral (softmax over the
         chosen logits) and Qwen with norm_topk_prob (softmax over all logits, then the chosen ones
         normalised), which are the same function. False: Qwen without norm_topk_prob.
+    activation: a name in `ops.activation.ACTIVATIONS`, or "clamped_swiglu" for
+        `ops.clamped_swiglu`
+    bias: whether the router and the experts' linear maps have biases, as in gpt-oss
     score: "softmax", or "sigmoid" of each logit (DeepSeek-V3)
     weight_scale: multiplies the weights
     n_groups, top_groups, group_top: the experts are n_groups groups of neighbours. A token chooses
@@ -53,6 +56,7 @@ class ExpertsConfig:
     d_ff: int  # of one expert
     normalise: bool = True
     activation: str = "silu"
+    bias: bool = False
     d_shared: int | None = None
     shared_gate: bool = False
     score: str = "softmax"
@@ -71,12 +75,14 @@ class ExpertsConfig:
             raise ValueError(
                 f"mixture: top_k must be at most n_experts = {self.n_experts}, got {self.top_k}"
             )
-        for name in ("normalise", "shared_gate", "correction"):
+        for name in ("normalise", "bias", "shared_gate", "correction"):
             if not isinstance(got := getattr(self, name), bool):
                 raise TypeError(f"mixture: {name} must be True or False, got {got!r}")
         if self.shared_gate and self.d_shared is None:
             raise ValueError("mixture: shared_gate needs d_shared")
-        require_activation("mixture", self.activation)
+        gated_unit("mixture", self.activation)
+        if self.d_shared is not None:
+            require_activation("mixture: a shared expert", self.activation)
         require_one_of("mixture: score", self.score, ("softmax", "sigmoid"))
         number("mixture", "weight_scale", self.weight_scale)
         if self.correction and self.score != "sigmoid":
@@ -122,6 +128,13 @@ class ExpertsConfig:
         )
         if self.correction:
             params = params._replace(correction=rng.full((self.n_experts,), 0.0))
+        if self.bias:
+            params = params._replace(
+                router_bias=rng.full((self.n_experts,), 0.0),
+                gate_bias=rng.full((self.n_experts, self.d_ff), 0.0),
+                up_bias=rng.full((self.n_experts, self.d_ff), 0.0),
+                down_bias=rng.full((self.n_experts, d_model), 0.0),
+            )
         if self.d_shared is None:
             return params
         shared = FeedForwardConfig(self.d_shared, self.activation, gated=True, bias=False)
@@ -133,12 +146,16 @@ class ExpertsConfig:
 
 @short
 class ExpertsParams(NamedTuple):
-    """Parameters of the router and the experts, without biases."""
+    """Parameters of the router and the experts. A bias that is None is left out."""
 
     router: Array  # (D, E)
     gate: Array  # (E, D, F)
     up: Array  # (E, D, F)
     down: Array  # (E, F, D)
+    router_bias: Array | None = None  # (E,)
+    gate_bias: Array | None = None  # (E, F)
+    up_bias: Array | None = None  # (E, F)
+    down_bias: Array | None = None  # (E, D)
     shared: FeedForwardParams | None = None  # the shared expert, gated
     shared_gate: Array | None = None  # (D, 1); None: the shared expert's output as it is
     correction: Array | None = None  # (E,), of the scores, for the choice of experts alone
@@ -147,7 +164,7 @@ class ExpertsParams(NamedTuple):
 def mixture(
     x: Array, params: ExpertsParams, *, config: ExpertsConfig
 ) -> tuple[Array, MixtureCache]:
-    """y = sum of weight * expert(x) over the top_k experts by logits = x w_router.
+    """y = sum of weight * expert(x) over the top_k experts by logits = x w_router + b_router.
 
     With params.shared, y + shared(x), or y + sigmoid(x w_shared_gate) * shared(x) if there is a
     shared_gate.
@@ -162,18 +179,22 @@ def mixture(
     _require_fit(x, params, config)
     xp = array_namespace(x)
     rows = xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))  # (N, D)
-    logits, router = linear(rows, LinearParams(params.router, None))  # (N, E)
+    logits, router = linear(rows, LinearParams(params.router, params.router_bias))  # (N, E)
     weights, chosen = route(logits, value(params.correction), config=config)
     ids = chosen.ids
-    experts = params.gate, params.up, params.down
-    gate, up, down = map(value, experts)
-    frozen = tuple(isinstance(w, Frozen) for w in experts)
+    experts = (
+        *(params.gate, params.up, params.down),
+        *(params.gate_bias, params.up_bias, params.down_bias),
+    )
+    gate, up, down, *biases = map(value, experts)
+    frozen = tuple(w is None or isinstance(w, Frozen) for w in experts)
     y, cache = ops.experts(
         rows,
         gate,
         up,
         down,
         weights,
+        *biases,
         ids=ids,
         activation=config.activation,
         trainable=not all(frozen),
@@ -202,7 +223,7 @@ class MixtureCache(NamedTuple):
     chosen: Any  # of `layers.router.route`
     experts: Any  # of `ops.experts`
     shape: tuple[int, ...]  # of x
-    frozen: tuple[bool, ...]  # which of gate, up and down are frozen
+    frozen: tuple[bool, ...]  # which of gate, up, down and their biases are frozen or None
     shared: Any = None  # of the shared expert
     is_corrected: bool = False  # whether params have a correction that is not frozen
 
@@ -216,14 +237,17 @@ class MixtureCache(NamedTuple):
         require_gradient("mixture", "dy", dy, self.router_logits, self.shape)
         xp = array_namespace(dy)
         dy = xp.reshape(dy, (self.ids.shape[0], self.shape[-1]))  # (N, D)
-        dx, *dexperts, dweights = self.experts.backward(dy)
+        dx, dgate, dup, ddown, dweights, *dbiases = self.experts.backward(dy)
         dlogits = self.chosen.backward(dweights)
         if drouter_logits is not None:
             require_gradient("mixture", "drouter_logits", drouter_logits, self.router_logits)
             dlogits = dlogits + drouter_logits
-        trained = [None if f else dw for f, dw in zip(self.frozen, dexperts, strict=True)]
-        dx_router, (drouter, _) = self.router.backward(dlogits)
-        dx, dparams = dx + dx_router, ExpertsParams(drouter, *trained)
+        dexperts = dgate, dup, ddown, *dbiases
+        trained = (None if f else dw for f, dw in zip(self.frozen, dexperts, strict=True))
+        dgate, dup, ddown, *dbiases = trained
+        dx_router, (drouter, drouter_bias) = self.router.backward(dlogits)
+        dx = dx + dx_router
+        dparams = ExpertsParams(drouter, dgate, dup, ddown, drouter_bias, *dbiases)
         if self.shared is not None:
             dx_shared, dshared, dshared_gate = self.shared.backward(dy)
             dx = dx + dx_shared
@@ -277,6 +301,10 @@ def _require_fit(x: Array, params: ExpertsParams, config: ExpertsConfig) -> None
         "gate": ("(E, D, F)", (e, d, f)),
         "up": ("(E, D, F)", (e, d, f)),
         "down": ("(E, F, D)", (e, f, d)),
+        "router_bias": ("(E,)", (e,)),
+        "gate_bias": ("(E, F)", (e, f)),
+        "up_bias": ("(E, F)", (e, f)),
+        "down_bias": ("(E, D)", (e, d)),
         "shared_gate": ("(D, 1)", (d, 1)),
         "correction": ("(E,)", (e,)),
     }

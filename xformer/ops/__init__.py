@@ -7,6 +7,7 @@ from xformer.later import later
 if TYPE_CHECKING:
     from xformer.ops.additive_attention import additive_attention
     from xformer.ops.causal_conv import causal_conv
+    from xformer.ops.clamped_swiglu import clamped_swiglu
     from xformer.ops.cross_entropy import cross_entropy
     from xformer.ops.dropout import dropout
     from xformer.ops.embedding import embedding
@@ -47,6 +48,7 @@ __all__ = [
     "RandomKey",
     "additive_attention",
     "causal_conv",
+    "clamped_swiglu",
     "cross_entropy",
     "dropout",
     "embedding",
@@ -89,6 +91,7 @@ later(
     activation="",
     additive_attention="additive_attention",
     causal_conv="causal_conv",
+    clamped_swiglu="clamped_swiglu",
     cross_entropy="cross_entropy",
     dropout="dropout",
     embedding="embedding",

@@ -11,6 +11,7 @@ from xformer.checks import require_one_of
 from xformer.typing import Array
 
 Activation = Callable[[Array], tuple[Array, Any]]
+Gated = Callable[[Array, Array], tuple[Array, Any]]
 
 _NAMES = ("relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "relu_squared", "quick_gelu")
 
@@ -36,6 +37,17 @@ ACTIVATIONS = _Activations()
 @functools.cache
 def _gelu_tanh() -> Activation:
     return functools.partial(ops.gelu, approximate="tanh")
+
+
+def gated_unit(op: str, name: Any) -> Gated:
+    """The gated unit (gate, up) -> y: `ops.clamped_swiglu`, or `ops.glu` with an activation.
+
+    ValueError for an unknown name.
+    """
+    require_one_of(f"{op}: activation", name, (*_NAMES, "clamped_swiglu"))
+    if name == "clamped_swiglu":
+        return ops.clamped_swiglu
+    return functools.partial(ops.glu, activation=name)
 
 
 def require_activation(op: str, name: Any) -> Activation:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
 from xformer import renamed
 from xformer.checks import require_axis, require_gradient, require_ids
 from xformer.dispatch import overridable
-from xformer.ops.activation import ACTIVATIONS, require_activation
+from xformer.ops.activation import gated_unit
 from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 
-Weights = tuple[Array, Array, Array]  # gate (D, F), up (D, F), down (F, D) of one expert
+# Of one expert: gate (D, F), up (D, F), down (F, D), and their biases (F), (F), (D) or None.
+Weights = tuple[Any, ...]
 
 
 @overridable
 @renamed.arguments(fixed="not trainable")
-@shapes("x (N, D)  w_gate (E, D, F)  w_up (E, D, F)  w_down (E, F, D)  weights (N, C)  ids (N, C)")
+@shapes(
+    "x (N, D)  w_gate (E, D, F)  w_up (E, D, F)  w_down (E, F, D)  weights (N, C)  "
+    "b_gate (E, F)  b_up (E, F)  b_down (E, D)  ids (N, C)"
+)
 def experts(
     x: Array,
     w_gate: Array,
     w_up: Array,
     w_down: Array,
     weights: Array,
+    b_gate: Array | None = None,
+    b_up: Array | None = None,
+    b_down: Array | None = None,
     *,
     ids: Array,
     activation: str = "silu",
@@ -33,14 +40,16 @@ def experts(
 ) -> tuple[Array, ExpertsCache]:
     """y_n = sum_c weights_nc * (act(x_n w_gate_e) * (x_n w_up_e)) w_down_e, e = ids_nc.
 
-    The experts of arXiv:2401.04088, eq. 3. This reference runs every row through every expert, so
-    that no shape depends on a value.
+    With biases, each of the three products has that of its expert added. The experts of
+    arXiv:2401.04088, eq. 3; with biases, of gpt-oss. This reference runs every row through every
+    expert, so that no shape depends on a value.
 
-    x: (N, D)   w_gate, w_up: (E, D, F)   w_down: (E, F, D)   weights: (N, C)   ids: (N, C)
-    integers in [0, E)   y: (N, D)
+    x: (N, D)   w_gate, w_up: (E, D, F)   w_down: (E, F, D)   weights: (N, C)   b_gate, b_up:
+    (E, F)   b_down: (E, D)   ids: (N, C) integers in [0, E)   y: (N, D)
     ids: should be distinct within a row, which is not checked. An expert chosen twice gets the sum
         of both weights.
-    activation: a name in `activation.ACTIVATIONS`.
+    activation: a name in `activation.ACTIVATIONS`, or "clamped_swiglu" for `ops.clamped_swiglu`
+        in place of act(gate) * up.
     trainable: False: the experts are not trained, and their gradients are None.
 
     ValueError for another shape, an id out of range and an unknown activation; TypeError for
@@ -48,14 +57,14 @@ def experts(
     """
     ids = require_choice(ids, w_gate, activation)
     xp = array_namespace(x)
+    ws = w_gate, w_up, w_down, b_gate, b_up, b_down
     y, parts = xp.zeros_like(x), []
     for e in range(w_gate.shape[0]):
-        w_e = w_gate[e, ...], w_up[e, ...], w_down[e, ...]
         share = xp.sum(xp.where(ids == e, weights, 0.0), axis=1)  # (N,)
-        y_e, part = one_expert(_chosen_rows(x, ids, e), w_e, share, activation)
+        y_e, part = one_expert(_chosen_rows(x, ids, e), of_expert(ws, e), share, activation)
         y = y + y_e
         parts.append(part)
-    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, trainable, tuple(parts))
+    return y, ExpertsCache(x, ws, ids, activation, trainable, tuple(parts))
 
 
 @short
@@ -66,16 +75,16 @@ class ExpertsCache(NamedTuple):
     """
 
     x: Array  # (N, D)
-    w_gate: Array  # (E, D, F)
-    w_up: Array  # (E, D, F)
-    w_down: Array  # (E, F, D)
+    ws: tuple[Array | None, ...]  # w_gate, w_up, w_down, b_gate, b_up, b_down
     ids: Array  # (N, C)
     activation: str
     trainable: bool
     parts: tuple[ExpertCache, ...]  # of each expert, with 0 in rows that did not choose it
 
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
-        """dx, dw_gate, dw_up, dw_down (None unless trainable) and dweights.
+        """dx, dw_gate, dw_up, dw_down, dweights, db_gate, db_up and db_down.
+
+        Those of the experts' weights and biases are None unless trainable.
 
         Each expert computes them from the rows of dy that chose it; dx is the sum over experts.
         """
@@ -84,37 +93,51 @@ class ExpertsCache(NamedTuple):
         xp = array_namespace(dy)
         dx, dws, dshares = xp.zeros_like(x), [], []
         for e, part in enumerate(self.parts):
-            w_e = self.w_gate[e, ...], self.w_up[e, ...], self.w_down[e, ...]
             dy_e, x_e = _chosen_rows(dy, ids, e), _chosen_rows(x, ids, e)
+            w_e = of_expert(self.ws, e)
             dx_e, dw_e, dshare = part.backward(dy_e, x_e, w_e, self.activation, self.trainable)
             dx = dx + dx_e
             dws.append(dw_e)
             dshares.append(dshare)
-        dw_gate, dw_up, dw_down = (
-            xp.stack(dw) if self.trainable else None for dw in zip(*dws, strict=True)
-        )
         dweights = xp.take_along_axis(xp.stack(dshares, axis=1), ids, axis=1)  # (N, C)
-        return dx, dw_gate, dw_up, dw_down, dweights
+        stacked = [None if dw[0] is None else xp.stack(dw) for dw in zip(*dws, strict=True)]
+        return dx, *stacked[:3], dweights, *stacked[3:]
 
     def factors(self, dy: Array) -> list[tuple[tuple[Array, Array], ...]]:
-        """For each expert, the pairs (x, dy) whose products x^T dy are dw_gate, dw_up, dw_down."""
+        """For each expert, the pairs (x, dy) whose products x^T dy are dw_gate, dw_up, dw_down.
+
+        The gradient of a bias is the sum of dy over rows, for b_down times the expert's share.
+        """
         pairs: list[tuple[tuple[Array, Array], ...]] = []
         for e, part in enumerate(self.parts):
             dy_e, x_e = _chosen_rows(dy, self.ids, e), _chosen_rows(self.x, self.ids, e)
-            dgate, dup, hidden, _ = part.factors(dy_e, self.w_down[e, ...], self.activation)
+            dgate, dup, hidden, _ = part.factors(dy_e, of_expert(self.ws, e), self.activation)
             pairs.append(((x_e, dgate), (x_e, dup), (hidden, dy_e)))
         return pairs
 
 
-def one_expert(x: Array, ws: Weights, share: Array, activation: str) -> tuple[Array, ExpertCache]:
-    """y = (share * act(x w_gate) * (x w_up)) w_down, for one expert.
+def of_expert(ws: tuple[Array | None, ...], e: int) -> Weights:
+    """The weights of expert e, of those of all."""
+    return tuple(None if w is None else w[e, ...] for w in ws)
 
-    x: (N, D), the rows   ws: the three weights   share: (N,), the router's weight of each row
+
+def one_expert(x: Array, ws: Weights, share: Array, activation: str) -> tuple[Array, ExpertCache]:
+    """y = share * ((act(x w_gate + b_gate) * (x w_up + b_up)) w_down + b_down), for one expert.
+
+    x: (N, D), the rows   share: (N,), the router's weight of each row
     """
-    w_gate, w_up, w_down = ws
-    gate, up = x @ w_gate, x @ w_up  # (N, F)
-    act, _ = ACTIVATIONS[activation](gate)
-    return (share[:, None] * act * up) @ w_down, ExpertCache(gate, up, share)
+    w_gate, w_up, w_down, b_gate, b_up, b_down = ws
+    gate, up = _linear(x, w_gate, b_gate), _linear(x, w_up, b_up)  # (N, F)
+    hidden, _ = gated_unit("experts", activation)(gate, up)
+    y = (share[:, None] * hidden) @ w_down
+    if b_down is not None:
+        y = y + share[:, None] * b_down
+    return y, ExpertCache(gate, up, share)
+
+
+def _linear(x: Array, w: Any, b: Array | None) -> Array:
+    y: Array = x @ w
+    return y if b is None else y + b
 
 
 @short
@@ -128,23 +151,31 @@ class ExpertCache(NamedTuple):
     def backward(
         self, dy: Array, x: Array, ws: Weights, activation: str, trainable: bool
     ) -> tuple[Array, Weights, Array]:
-        """Gradients of x, of the three weights (each None unless trainable), and of share."""
-        w_gate, w_up, w_down = ws
-        dgate, dup, hidden, dshare = self.factors(dy, w_down, activation)
+        """Gradients of x, of weights and biases (each None unless trainable), and of share."""
+        w_gate, w_up, _, *biases = ws
+        dgate, dup, hidden, dshare = self.factors(dy, ws, activation)
         dx = dgate @ w_gate.T + dup @ w_up.T
         if not trainable:
-            return dx, (None, None, None), dshare
-        return dx, (x.T @ dgate, x.T @ dup, hidden.T @ dy), dshare
+            return dx, (None,) * len(ws), dshare
+        sums = dgate, dup, self.share[:, None] * dy
+        dbs = (_sum(dz) if b is not None else None for b, dz in zip(biases, sums, strict=True))
+        return dx, (x.T @ dgate, x.T @ dup, hidden.T @ dy, *dbs), dshare
 
-    def factors(self, dy: Array, w_down: Array, activation: str) -> tuple[Array, ...]:
+    def factors(self, dy: Array, ws: Weights, activation: str) -> tuple[Array, ...]:
         """dgate, dup, the hidden units times share, and dshare."""
-        up, share = self.up, self.share[:, None]
-        act, act_cache = ACTIVATIONS[activation](self.gate)  # recomputed
-        hidden = act * up
+        _, _, w_down, _, _, b_down = ws
+        hidden, unit = gated_unit("experts", activation)(self.gate, self.up)  # recomputed
         dshared = dy @ w_down.T  # (N, F)
         dshare = array_namespace(dy).sum(dshared * hidden, axis=1)
-        dhidden = share * dshared
-        return act_cache.backward(dhidden * up), dhidden * act, share * hidden, dshare
+        if b_down is not None:
+            dshare = dshare + dy @ b_down
+        share = self.share[:, None]
+        return *unit.backward(share * dshared), share * hidden, dshare
+
+
+def _sum(dy: Array) -> Array:
+    """The sum over rows."""
+    return array_namespace(dy).sum(dy, axis=0)
 
 
 def require_choice(ids: Array, w_gate: Array, activation: str) -> Array:
@@ -152,7 +183,7 @@ def require_choice(ids: Array, w_gate: Array, activation: str) -> Array:
 
     TypeError if ids are not integers; ValueError if one is out of range, or the activation unknown.
     """
-    require_activation("experts", activation)
+    gated_unit("experts", activation)
     require_axis("experts", w_gate, 0, "w_gate")
     return require_ids("experts", "ids", ids, w_gate.shape[0], w_gate)
 

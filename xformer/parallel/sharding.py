@@ -50,6 +50,10 @@ CUTS: dict[str, Cut] = {
     "*.gate": 2,
     "*.down": 1,
     "*.router": COPIED,
+    "*.gate_bias": 1,
+    "*.up_bias": 1,
+    "*.down_bias": FIRST,
+    "*.router_bias": COPIED,
     "*.shared_gate": COPIED,
     "*.correction": COPIED,
     # The vocabulary: rows of the table, columns of an untied head.

@@ -50,6 +50,9 @@ def unsupported(
     w_up: Array,
     w_down: Array,
     weights: Array,
+    b_gate: Array | None = None,
+    b_up: Array | None = None,
+    b_down: Array | None = None,
     *,
     ids: Array,
     activation: str = "silu",
@@ -57,9 +60,11 @@ def unsupported(
 ) -> str | None:
     """Return why the numba kernel of `experts` cannot run, or None if it can.
 
-    It needs float32 arrays, an activation of `FORMULAS`, x and weights that are not both
+    It needs float32 arrays, no biases, an activation of `FORMULAS`, x and weights that are not both
     constants of the program, and a matmul in NumPy's BLAS library.
     """
+    if any(b is not None for b in (b_gate, b_up, b_down)):
+        return "biases"
     if activation not in FORMULAS:
         return f"no activation {activation!r}"
     if any(array.dtype != np.float32 for array in (w_gate, w_up, w_down)):
@@ -74,6 +79,9 @@ def experts(
     w_up: Array,
     w_down: Array,
     weights: Array,
+    b_gate: Array | None = None,
+    b_up: Array | None = None,
+    b_down: Array | None = None,
     *,
     ids: Array,
     activation: str = "silu",
@@ -109,7 +117,10 @@ class NumbaExpertsCache(NamedTuple):
     trainable: bool
 
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
-        """Return the gradients of x, of the experts (None unless trainable), and of `weights`."""
+        """Return the gradients of x, of the experts (None unless trainable), and of `weights`.
+
+        Those of biases, which are last, are None.
+        """
         require_gradient("experts", "dy", dy, self.x)
         order, w_gate, w_up, w_down = self.order, self.w_gate, self.w_up, self.w_down
         dy_rows = grouped.emit_rows("experts dy rows", dy, order)
@@ -119,11 +130,11 @@ class NumbaExpertsCache(NamedTuple):
         dx_rows = grouped.emit_grouped("experts dx rows", pairs, order)
         dx = grouped.emit_sums("experts dx", dx_rows, order, len(dy))
         if not self.trainable:
-            return dx, None, None, None, dweights
+            return dx, None, None, None, dweights, None, None, None
         rows = grouped.emit_rows("experts rows", self.x, order)
         triples = (rows, w_gate, dgate), (rows, w_up, dup), (hidden[0], w_down, dy_rows)
         dws = (grouped.emit_gradient("experts dw", *x_w_dy, order) for x_w_dy in triples)
-        return dx, *dws, dweights
+        return dx, *dws, dweights, None, None, None
 
 
 def _emit_hidden(gate: Array, up: Array, weights: Array, order: Order, activation: str) -> Array:
