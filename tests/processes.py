@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import runpy
@@ -132,24 +133,39 @@ class Uneven:
         return batch._replace(arrays=(tokens, targets), n_targets=int((targets != -1).sum()))
 
 
-def trained(world: World, folder: str, accumulate: int, n_steps: int = 6) -> None:
-    """A run in a folder, with dropout, a moving average, validation and uneven targets."""
+def trained(
+    world: World,
+    folder: str,
+    accumulate: int,
+    n_steps: int = 6,
+    optimiser: str = "adamw",
+    sharded: str | int = "",
+) -> None:
+    """A run in a folder, with dropout, a moving average, validation and uneven targets.
+
+    sharded: the rank whose optimiser is sharded, or "all"
+    """
     import runs
 
     config = xf.training.TrainConfig(
-        **vars(runs.CONFIG) | {"steps": n_steps, "accumulate": accumulate}
+        **vars(runs.CONFIG) | {"steps": 6, "accumulate": accumulate, "optimiser": optimiser}
     )
+    chosen = config.chosen_optimiser()
+    if sharded in ("all", world.rank):
+        chosen = xf.optim.sharded(chosen, world)
     loss = xf.training.loss_of(runs.MODEL, ignore_index=-1)
     with runs.opened(Path(folder), world=world) as run:
-        state = run.begin(runs.begun(config))
+        state = run.begin(xf.training.start(runs.begun(config).params, config, chosen))
+        n_bytes = xf.tree.nbytes(state.optimiser)
         source = Uneven(runs.source(config))
         held_out = list(xf.training.Windows(runs.TOKENS[500:], 8, 4, 0).held_out(5))
-        options: Any = {"held_out": held_out, "world": world, "donate": True}
+        options: Any = {"held_out": held_out, "world": world, "donate": True, "optimiser": chosen}
         steps = xf.training.train(loss, state, source, config, runs.NUMPY, **options)
-        for step in run.record(steps):
+        for step in run.record(itertools.islice(steps, n_steps - state.step)):
             state = step.state
-    assert state.step == config.steps
-    say(rank=world.rank, norm=step.norm, loss=step.loss, validation=step.validation)
+    assert state.step == n_steps
+    found = {"norm": step.norm, "loss": step.loss, "validation": step.validation}
+    say(rank=world.rank, **found, **({"bytes": n_bytes} if sharded else {}))
 
 
 def command(fault: str, *argv: str) -> int:

@@ -43,9 +43,9 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ---- The loop ----
 
 
-def trained(n: int, folder: str, accumulate: int) -> list[dict[str, Any]]:
+def trained(n: int, folder: str, accumulate: int, *more: Any) -> list[dict[str, Any]]:
     """What each process says of its last step."""
-    lines = launched.good(n, "trained", folder, accumulate).splitlines()
+    lines = launched.good(n, "trained", folder, accumulate, *more).splitlines()
     return sorted(map(json.loads, lines), key=lambda row: row["rank"])
 
 
@@ -58,6 +58,26 @@ def test_the_run_of_one_process_bit_for_bit(accumulate: int, sizes: tuple[int, .
         assert found == [said | {"rank": rank} for rank in range(n)]
         runs.require_alike(Path(f"of-{n}"), Path("one"))
         assert (Path(f"of-{n}", "run.json").read_text().count("accumulate")) == 0
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "adafactor", "muon"])
+def test_a_sharded_optimiser(optimiser: str) -> None:
+    """Begun by four processes, continued by two without it, by two with it, and by one."""
+    trained(1, "one", 4, 6, optimiser)
+    for n, n_steps, sharded in ((4, 2, "all"), (2, 3, ""), (2, 5, "all"), (1, 6, "all")):
+        said = trained(n, "run", 4, n_steps, optimiser, sharded)
+        if n == 4:
+            sizes = [row["bytes"] for row in said]
+    runs.require_alike(Path("run"), Path("one"))
+    assert sum(sizes) == said[0]["bytes"] and max(sizes) < 0.5 * said[0]["bytes"]
+
+
+def test_an_optimiser_that_is_sharded_in_one_process_alone() -> None:
+    status, _, err = launched.run(2, "trained", "run", 4, 6, "adamw", "1")
+    message = (
+        "the processes differ: the optimiser of process 1 is sharded, that of process 0 is not"
+    )
+    assert status != 0 and message in err
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -149,7 +169,8 @@ def test_one_run_by_four_two_and_one(capfd: pytest.CaptureFixture[str], tmp_path
     assert 10 <= n < 40
 
     again = ("command", "", *COMMAND, "--out", "run", "--auto-resume")
-    process = launched.start((2, again), PIDS=_folder(tmp_path / "pids"))
+    # From now on with a sharded optimiser: the checkpoints stay the same.
+    process = launched.start((2, (*again, "--shard-optimiser")), PIDS=_folder(tmp_path / "pids"))
     line = _wait_for(process, "step 20/")
     assert line.startswith("step 20/40")
     os.kill(int((tmp_path / "pids" / "1").read_text()), signal.SIGKILL)
@@ -218,6 +239,7 @@ def test_an_error_in_one_process_ends_all(fault: str, message: str, alike: bool)
         (("--d-model", 32), "model.d_model is 32 in process 1 on {host}, 16 in process 0"),
         (("--steps", 41), "training.steps is 41 in process 1"),
         (("--dtype", "float64"), 'dtype is "float64" in process 1 on {host}, "float32" in process'),
+        (("--shard-optimiser",), "shard_optimiser is true in process 1 on {host}, false in"),
         (("--checkpoint-every", 7), "checkpoint_every is 7 in process 1 on {host}, 5 in"),
         (("--data", "other.txt"), "data.training is "),
         ("version@1", 'versions.xformer is "0.0.1" in process 1 on {host}, "'),

@@ -27,6 +27,7 @@ from xformer.cli.train_job import Job, job_of
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
 from xformer.initializers import fixup
+from xformer.optim import Optimiser, sharded
 from xformer.showing import size
 from xformer.training import Run, State, Step, dashboard, evaluate, interruptible, start, train
 from xformer.training.loop import is_stale, require_shares
@@ -69,7 +70,8 @@ def _run(options: argparse.Namespace, world: World) -> int:
         },
     }
     require_shares(job.config, world, job.loss)
-    require_alike(world, job.backend, about, options.checkpoint_every)
+    told = about | {"shard_optimiser": options.shard_optimiser}
+    require_alike(world, job.backend, told, options.checkpoint_every)
     folder = folder_of(options, world)
     noted: dict[str, Any] = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
     noted["notes"] = train_options.OPTIONS.kept(options)
@@ -93,7 +95,8 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
             params = fixup(params, n_branches=2 * job.model.n_layers)
     else:
         params = train_from.first_params(options)
-    state = run.begin(start(params, job.config, loss=job.loss), options.resume_step)
+    optimiser = _optimiser(job, options, world)
+    state = run.begin(start(params, job.config, optimiser, job.loss), options.resume_step)
     long_names = train_options.by_long_name(run.notes)
     world.first(lambda: config_file.write(run.folder, "train", long_names))
     _introduce(job, state, options, world)
@@ -103,6 +106,12 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
         print(f"validation loss {loss:.3f} nats per {job.unit} before training")
         print(_in_other_units(loss, job.unit), flush=True)
     return state
+
+
+def _optimiser(job: Job, options: argparse.Namespace, world: World) -> Optimiser:
+    """The optimiser of the configuration, sharded with --shard-optimiser."""
+    optimiser = job.config.chosen_optimiser()
+    return sharded(optimiser, world) if options.shard_optimiser else optimiser
 
 
 def _measured(job: Job, state: State, world: World) -> float:
@@ -144,6 +153,7 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
     ):
         settings: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
         settings |= {"compiled": options.compile, "world": run.world}
+        settings["optimiser"] = _optimiser(job, options, run.world)
         steps = train(job.loss, state, job.source, job.config, job.backend, donate=True, **settings)
         for step in run.record(steps, stopping):
             state = step.state

@@ -90,6 +90,7 @@ DEFAULTS: dict[str, Any] = {
     "activation_checkpointing": False,
     "deterministic": False,
     "compile": None,
+    "shard_optimiser": False,
     "checkpoint_every": 100,
     "keep_checkpoints": 2,
     "sample_every": None,
@@ -99,7 +100,7 @@ DEFAULTS: dict[str, Any] = {
 ADDED = (
     *("origin", "precision", "deterministic", "compile", "log_to"),
     *("positions", "position_mode", "memory", "norm_placement", "residual_scale", "init"),
-    "reversible",
+    *("reversible", "shard_optimiser"),
 )
 # Types of the options whose default is None.
 TYPES: dict[str, type] = {
@@ -116,7 +117,7 @@ LOGS = ("none", *MODULES)
 # Options that may differ when a run is resumed: they do not change what is computed.
 FREE = (
     *("data", "backend", "device", "activation_checkpointing", "deterministic", "compile"),
-    *("checkpoint_every", "keep_checkpoints", "sample_every", "log_to"),
+    *("shard_optimiser", "checkpoint_every", "keep_checkpoints", "sample_every", "log_to"),
 )
 # Options that the model of --from fixes.
 OWN = (
@@ -228,6 +229,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add_shared(add, "--schedule", "cosine")
     add_shared(add, "--warmup", "50")
     add_shared(add, "--optimiser", "adamw")
+    share = "each of several processes keeps a part of the optimiser's state: the same numbers"
+    add("--shard-optimiser", **FLAG, help=share)
     add_shared(add, "--weight-decay", "0.1; 0 for adam and sgd")
     add_shared(add, "--clip", "1; 0: no clipping")
     average = "also keep an exponential moving average of the weights"

@@ -14,6 +14,7 @@ from xformer.optim.muon import MuonState, muon, muon_init, newton_schulz
 from xformer.optim.optimiser import OPTIMISERS, Optimiser, Rule, decay_matrices, grouped
 from xformer.optim.schedules import Schedule
 from xformer.optim.sgd import SGDState, sgd, sgd_init
+from xformer.optim.sharded import ShardedState, sharded
 
 __all__ = [
     "OPTIMISERS",
@@ -26,6 +27,7 @@ __all__ = [
     "Rule",
     "SGDState",
     "Schedule",
+    "ShardedState",
     "accumulate",
     "adafactor",
     "adafactor_init",
@@ -47,6 +49,7 @@ __all__ = [
     "schedules",
     "sgd",
     "sgd_init",
+    "sharded",
     "xavier_normal",
     "xavier_uniform",
 ]

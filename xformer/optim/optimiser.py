@@ -32,6 +32,7 @@ class Optimiser(NamedTuple):
 
     init: Callable[[Any], Any]  # params -> state
     step: Callable[..., tuple[Any, Any]]  # (params, grads, state, *, lr, donate, **options) -> both
+    rules: tuple[Rule, ...] = ()  # of `grouped`
 
 
 OPTIMISERS: dict[str, Optimiser] = {
@@ -126,7 +127,7 @@ def grouped(*rules: Rule) -> Optimiser:
             tree.unflatten(params, new)  # raises, and names the missing leaves
         return rebuilt(params, params, list(old.values()), [new[name] for name in old]), states
 
-    return Optimiser(init, step)
+    return Optimiser(init, step, rules)
 
 
 def decay_matrices(

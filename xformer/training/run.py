@@ -36,6 +36,7 @@ from xformer.showing import size
 from xformer.training import checkpoint
 from xformer.training.checkpoint import CheckpointError
 from xformer.training.diverged import Diverged
+from xformer.training.gathered import gathered, is_sharded, scattered
 from xformer.training.log import LOG, append, line_of, shorten
 from xformer.training.loop import Step
 from xformer.training.state import (
@@ -75,7 +76,7 @@ class Run:
         `begin` writes `about` and `notes` to run.json again.
     world: the processes that train together (`train`). All of them open, begin and record the run.
         Process 0 alone reads and writes the folder; a run may be resumed with another number of
-        processes.
+        processes. A checkpoint holds the whole state of a sharded optimiser (`optim.sharded`).
 
     Checkpoints have the trained parameters and a SHA-256 of the frozen ones, which `begin` takes
     from its argument.
@@ -160,8 +161,22 @@ class Run:
         require_state("begin", start, self.backend)
         if self.world.size == 1:
             return self._begin(start, at)
-        sent = self.world.first(lambda: _moved(self._begin(start, at), self.backend.to_numpy))
-        return _moved(sent, self.backend.asarray)
+        own, whole = start.optimiser, start
+        sharded = is_sharded(own, self.world)
+        if sharded:
+            whole = start._replace(optimiser=gathered(own, self.world, self.backend))
+
+        def begin() -> State:
+            nonlocal whole
+            whole = self._begin(whole, at)
+            common = whole._replace(optimiser=None) if sharded else whole
+            return _moved(common, self.backend.to_numpy)
+
+        state = _moved(self.world.first(begin), self.backend.asarray)
+        if sharded:
+            optimiser = scattered(whole.optimiser, own, self.world, self.backend)
+            state = state._replace(optimiser=optimiser)
+        return state
 
     def _begin(self, start: State, at: int | None) -> State:
         by_step = checkpoints(self.folder)
@@ -224,7 +239,11 @@ class Run:
             return
         require_state("save", state, self.backend)  # before the model is written
         self._require_equal(state)
-        self.world.first(lambda: self._save(state))
+        whole = state
+        if self.world.size > 1 and is_sharded(state.optimiser, self.world):
+            optimiser = gathered(state.optimiser, self.world, self.backend)
+            whole = state._replace(optimiser=optimiser)
+        self.world.first(lambda: self._save(whole))
         self._saved = state.step
 
     def _require_equal(self, state: State) -> None:
