@@ -145,6 +145,7 @@ PATHS = {
     "generate": ("--model", "--tokenizer"),
     "memory": ("--model",),
     "plot": ("--out",),
+    "search": ("--model", "--tokenizer", "--file", "--index"),
     "summary": ("--model",),
     "trace": ("--model", "--tokenizer"),
     "train": ("--data", "--out", "--resume"),

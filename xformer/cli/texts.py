@@ -14,9 +14,13 @@ from xformer.cli.paths import BACKEND, DEVICE, TOKENIZER, nonempty
 from xformer.cli.progress import progress
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the model, the texts and the computation."""
-    parser.add_argument("text", nargs="*", help="a text; - reads the lines of standard input")
+def add_options(parser: argparse.ArgumentParser, text: str = "text", row: str = "text") -> None:
+    """Add the options for the model, the texts and the computation.
+
+    text, row: what a text, and an object of --json, is called
+    """
+    what = f"a {text}; - reads the lines of standard input"
+    parser.add_argument("text", nargs="*", metavar=text, help=what)
     parser.add_argument(
         "--model",
         metavar="PATH",
@@ -25,9 +29,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face folder",
     )
     parser.add_argument("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
-    what = "a UTF-8 file with one text a line"
+    what = f"a UTF-8 file with one {text} a line"
     parser.add_argument("--file", metavar="PATH", type=nonempty, help=what)
-    parser.add_argument("--json", action="store_true", help="print one JSON object a text")
+    parser.add_argument("--json", action="store_true", help=f"print one JSON object a {row}")
     parser.add_argument("--backend", default="numpy", **BACKEND)
     parser.add_argument("--device", help=DEVICE)
     parser.add_argument(

@@ -8,15 +8,23 @@ vectors = embed(model, params, tokenizer(folder), texts, **settings(folder)._asd
 from xformer.sentences.classify import classify, labels
 from xformer.sentences.dense import Dense
 from xformer.sentences.embed import embed, similarity
+from xformer.sentences.index import Index, read_index, write_index
+from xformer.sentences.search import Hit, make_index, search
 from xformer.sentences.settings import Settings, prompts, settings
 
 __all__ = [
     "Dense",
+    "Hit",
+    "Index",
     "Settings",
     "classify",
     "embed",
     "labels",
+    "make_index",
     "prompts",
+    "read_index",
+    "search",
     "settings",
     "similarity",
+    "write_index",
 ]

@@ -1,0 +1,401 @@
+"""Search in a folder of texts: passages, the index, what is embedded again, the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostile import damaged, refused_at_most, some
+from hypothesis import given
+from hypothesis import strategies as st
+from sentences import BERT, write, write_model
+from truths import minilm
+
+from xformer import pretrained
+from xformer.cli import main
+from xformer.cli.search import INDEX
+from xformer.pretrained.reading import PretrainedError
+from xformer.pretrained.tokenizer import tokenizer
+from xformer.sentences import (
+    Index,
+    embed,
+    make_index,
+    read_index,
+    search,
+    settings,
+    similarity,
+    write_index,
+)
+from xformer.sentences.index import texts_in
+from xformer.sentences.passages import passages
+
+NOTES = {
+    "a.txt": "the cat sat on the mat\n\nit was so bad that the dog ran\n",
+    "b/c.md": "# the tree\n\nthe tree was very good\nand the cat ran\n\n\n## why\n",
+    "d.TXT": "why",
+}
+LEFT_OUT = {"e.rst": "a cat", ".hidden.txt": "a cat", ".git/f.txt": "a cat", "g.txt/h.c": "a"}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(tmp_path_factory.mktemp("model"), BERT, "float32")
+    prompts = {"query": "why ", "passage": "the "}
+    write(folder, config_sentence_transformers={"prompts": prompts})
+    return folder
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    folder = tmp_path / "notes"
+    for name, text in (NOTES | LEFT_OUT).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def embedded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The passages that are embedded."""
+    from importlib import import_module
+
+    texts: list[str] = []
+
+    def listening(*args: Any, **options: Any) -> np.ndarray:
+        texts.extend(args[3])
+        return embed(*args, **options)
+
+    monkeypatch.setattr(import_module("xformer.sentences.search"), "embed", listening)
+    return texts
+
+
+def indexed(model_folder: Path, folder: Path, old: Index | None = None, **changes: Any) -> Index:
+    own = (*pretrained.load(model_folder), tokenizer(model_folder))
+    options = settings(model_folder)._asdict() | changes
+    return make_index(*own, folder, model_folder=model_folder, options=options, old=old)
+
+
+# Passages
+
+
+def cut(text: str, most: int = 1000) -> list[tuple[int, str]]:
+    found = passages(text, lambda part: len(part) <= most)
+    return [(line, text[start:end]) for line, start, end in found]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", []),
+        (" \n\n\t\n", []),
+        ("a", [(1, "a")]),
+        ("\n\n a b \n c\n\n\nd\n", [(3, "a b \n c"), (7, "d")]),
+        ("a\r\nb\r\n\r\nc\r\n", [(1, "a\r\nb"), (4, "c")]),
+        ("a\n \t\nb", [(1, "a"), (3, "b")]),
+        ("# A\n\nb\n\n## C\n\n### D\n\ne\nf", [(1, "# A\n\nb"), (5, "## C\n\n### D\n\ne\nf")]),
+        ("a\n\n# B\n\n", [(1, "a"), (3, "# B")]),
+        ("#a\n\nb", [(1, "#a"), (3, "b")]),
+    ],
+)
+def test_paragraphs(text: str, wanted: list[tuple[int, str]]) -> None:
+    assert cut(text) == wanted
+
+
+def test_long_paragraphs_are_halved() -> None:
+    assert cut("One two. Three  four five.", 20) == [(1, "One two."), (1, "Three  four five.")]
+    assert cut("one two\nthree\nfour", 13) == [(1, "one two"), (2, "three\nfour")]
+    assert cut("one   two", 7) == [(1, "one"), (1, "two")]
+    assert cut("abcdefg", 2) == [(1, "a"), (1, "bc"), (1, "de"), (1, "fg")]
+    assert cut("abc", 0) == [(1, "a"), (1, "b"), (1, "c")]  # characters are not cut
+
+
+@some
+@given(text=st.text("ab #.\n\r\t", max_size=60), most=st.integers(1, 9))
+def test_every_word_is_in_a_passage(text: str, most: int) -> None:
+    found = cut(text, most)
+    assert "".join("".join(part.split()) for _, part in found) == "".join(text.split())
+    assert all(part.strip() == part and 0 < len(part) <= most for _, part in found)
+    starts = [start for _, start, _ in passages(text, lambda part: len(part) <= most)]
+    lines = [text.count("\n", 0, start) + 1 for start in starts]
+    assert lines == [line for line, _ in found]
+
+
+# The index
+
+
+def test_which_files_are_texts(notes: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside.txt").write_text("a cat")
+    (notes / "link.txt").symlink_to(tmp_path / "outside.txt")
+    (notes / "folder").symlink_to(tmp_path)
+    assert texts_in(notes) == sorted(NOTES)
+    with pytest.raises(NotADirectoryError, match="there is no folder"):
+        texts_in(tmp_path / "absent")
+
+
+def test_hits_are_the_most_similar_passages(model_folder: Path, notes: Path) -> None:
+    index = indexed(model_folder, notes)
+    own = (*pretrained.load(model_folder), tokenizer(model_folder))
+    parts = [(1, "the cat sat on the mat"), (3, "it was so bad that the dog ran")]
+    parts += [(1, "# the tree\n\nthe tree was very good\nand the cat ran"), (7, "## why")]
+    places = [("a.txt", *parts[0]), ("a.txt", *parts[1])]
+    places += [("b/c.md", *parts[2]), ("b/c.md", *parts[3]), ("d.TXT", 1, "why")]
+    vectors = embed(*own, [text for _, _, text in places])
+    np.testing.assert_allclose(index.vectors, vectors, atol=1e-6)
+    queries = embed(*own, ["a good tree", "not a cat"])
+    for scores, hits in zip(
+        similarity(queries, vectors), search(index, notes, queries, top=4), strict=True
+    ):
+        order = np.argsort(-scores)[:4]
+        assert [hit[1:] for hit in hits] == [places[i] for i in order]
+        np.testing.assert_allclose([hit.score for hit in hits], scores[order], atol=1e-6)
+    assert len(search(index, notes, queries, top=99)[0]) == 5
+    with pytest.raises(ValueError, match="search: top must be an int of at least 1, got 0"):
+        search(index, notes, queries, top=0)
+
+
+def test_only_what_changed_is_embedded(
+    model_folder: Path, notes: Path, tmp_path: Path, embedded: list[str]
+) -> None:
+    index = indexed(model_folder, notes)
+    assert len(embedded) == 5
+    path = tmp_path / "index"
+    write_index(index, path)
+    old = read_index(path)
+    for name in ("files", "model", "options"):
+        assert getattr(old, name) == getattr(index, name)
+    assert np.array_equal(old.vectors, index.vectors)
+    assert np.array_equal(old.passages, index.passages)
+    embedded.clear()
+
+    os.utime(notes / "a.txt", ns=(5, 5))  # another time, the same text
+    (notes / "b" / "c.md").write_text("a dog\n\nthe tree was very good")
+    (notes / "d.TXT").unlink()
+    (notes / "0.txt").write_text("so why")
+    new = indexed(model_folder, notes, old)
+    assert sorted(embedded) == ["a dog", "so why", "the tree was very good"]
+    whole = indexed(model_folder, notes)
+    assert new.files == whole.files and list(new.files) == list(whole.files)
+    assert np.array_equal(new.passages, whole.passages)
+    np.testing.assert_allclose(new.vectors, whole.vectors, atol=1e-6)
+    embedded.clear()
+    assert np.array_equal(indexed(model_folder, notes, new).vectors, new.vectors)
+    assert embedded == []
+
+
+def test_passages_fit_the_model(model_folder: Path, notes: Path, embedded: list[str]) -> None:
+    (notes / "long.txt").write_text("the cat sat. " * 50)
+    prompt = "so very good "
+    indexed(model_folder, notes, prompt=prompt, max_len=12)  # a warning would be an error
+    own = tokenizer(model_folder)
+    assert 6 < max(len(own.encode(prompt + text)) for text in embedded) <= 12
+
+
+def test_another_model_or_option_is_named(model_folder: Path, notes: Path, tmp_path: Path) -> None:
+    index = indexed(model_folder, notes)
+    other = write_model(tmp_path, BERT | {"hidden_size": 24}, "float32")
+    with pytest.raises(ValueError, match=r"search: the index was made with another model; .*--reb"):
+        indexed(other, notes, index)
+    with pytest.raises(ValueError, match="made with another max_len and prompt; "):
+        indexed(model_folder, notes, index, max_len=10, prompt="a ")
+    own = (*pretrained.load(model_folder), tokenizer(other))
+    options = settings(model_folder)._asdict()
+    with pytest.raises(ValueError, match="made with another model"):
+        make_index(*own, notes, model_folder=model_folder, options=options, old=index)
+    with pytest.raises(NotADirectoryError, match="the model must be a folder"):
+        make_index(*own, notes, model_folder=other / "config.json", options=options)
+
+
+def test_what_is_not_utf8_is_left_out(model_folder: Path, notes: Path) -> None:
+    (notes / "bad.txt").write_bytes(b"\xff")
+    (notes / "bad.md").write_bytes(b"a \xe4")
+    with pytest.warns(UserWarning, match=r"^search: not UTF-8, left out: bad\.md and 1 more$"):
+        index = indexed(model_folder, notes)
+    assert len(index.vectors) == 5
+    for name in NOTES:
+        (notes / name).write_text(" \n")
+    with pytest.raises(ValueError, match=r"search: .*notes has no text in files named \*\.txt or"):
+        indexed(model_folder, notes, index)
+
+
+def test_an_interrupted_write_leaves_the_old_index(
+    model_folder: Path, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, path = indexed(model_folder, notes), tmp_path / "index"
+    write_index(index, path)
+    before = path.read_bytes()
+
+    def full(_: Any, part: Path, *__: Any) -> None:
+        part.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        write_index(index, path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def made(**changes: Any) -> Index:
+    """An index of two passages of one file."""
+    passages = np.asarray([[0, 1, 0, 3], [0, 2, 4, 9]], np.int64)
+    index = Index(np.ones((2, 3), np.float32), passages, {"a.txt": (1, 2, "0")}, {}, {})
+    return index._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (made(vectors=np.full((2, 3), np.nan, np.float32)), "vectors must be finite float32"),
+        (made(vectors=np.ones((2, 3))), "vectors must be finite float32"),
+        (made(vectors=np.ones(2, np.float32)), "vectors must be finite float32"),
+        (made(vectors=np.ones((3, 3), np.float32)), r"passages must be int64 of shape \(3, 4\)"),
+        (made(passages=np.ones((2, 4))), "passages must be int64"),
+        (made(passages=np.asarray([[0, 1, 0, 3], [1, 2, 4, 9]])), "no such file or line"),
+        (made(passages=np.asarray([[0, 0, 0, 3], [0, 2, 4, 9]])), "no such file or line"),
+        (made(passages=np.asarray([[0, 1, 3, 3], [0, 2, 4, 9]])), "has no characters"),
+        (
+            made(
+                passages=np.asarray([[1, 1, 0, 3], [0, 2, 4, 9]]),
+                files={"a": (1, 2, "0"), "b": (1, 2, "0")},
+            ),
+            "passages must be in the order of their files",
+        ),
+        (made(files={"a.txt": (1, -2, "0")}), "a.txt must be a time, a size and a digest"),
+        (made(files={"a.txt": (1, "0")}), "a.txt must be a time, a size and a digest"),
+    ],
+    ids=range(11),
+)
+def test_a_damaged_index_is_refused(index: Index, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    write_index(made(), path)
+    assert np.array_equal(read_index(path).passages, made().passages)
+    write_index(index, path)
+    with pytest.raises(PretrainedError, match=message):
+        read_index(path)
+
+
+def test_another_file_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(PretrainedError, match=r"is no index of xformer search; .*--rebuild"):
+        read_index(model_folder / "model.safetensors")
+    with pytest.raises(PretrainedError, match=r"is damaged, or no index: .*--rebuild"):
+        read_index(model_folder / "config.json")
+    with pytest.raises(PretrainedError, match="is damaged, or no index"):
+        read_index(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        read_index(tmp_path / "absent")
+
+
+@some
+@given(data=st.data())
+def test_damaged_bytes_are_refused(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("damaged") / "index"
+    write_index(made(), path)
+    path.write_bytes(data.draw(damaged(path.read_bytes())))
+    with refused_at_most():
+        read_index(path)
+
+
+# The command
+
+
+@pytest.fixture
+def said(model_folder: Path, notes: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*argv: str) -> tuple[int, str, str]:
+        status = main(["search", str(notes), *argv, "--model", str(model_folder)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_the_command(said: Any, model_folder: Path, notes: Path, embedded: list[str]) -> None:
+    status, out, err = said("the good tree", "-k", "2")
+    assert (status, err) == (0, "") and len(embedded) == 5
+    assert sorted(p.name for p in notes.iterdir() if p.is_file()) == sorted(
+        [INDEX, "a.txt", "d.TXT", "e.rst", ".hidden.txt"]
+    )
+    own = (*pretrained.load(model_folder), tokenizer(model_folder))
+    index = read_index(notes / INDEX)
+    assert index.options["prompt"] == "the "  # of the model, for passages
+    (hits,) = search(index, notes, embed(*own, ["the good tree"], prompt="why "), top=2)
+    lines = [
+        f"{hit.score:.4f}  {notes / hit.file}:{hit.line}\n"
+        + "".join(f"        {line}".rstrip() + "\n" for line in hit.text.split("\n"))
+        for hit in hits
+    ]
+    assert out == "".join(lines)
+    status, again, _ = said("the good tree", "-k", "2")
+    assert (status, again) == (0, out) and len(embedded) == 5
+    status, out, _ = said("the good tree", "a dog", "--json", "--top", "1")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["query"] for row in rows] == ["the good tree", "a dog"]
+    want = {
+        "score": pytest.approx(hits[0].score, abs=1e-6),
+        "file": str(notes / hits[0].file),
+        "line": hits[0].line,
+    }
+    assert rows[0] == {"query": "the good tree", **want, "text": hits[0].text}
+    _, out, _ = said("the good tree", "a dog", "-k", "1")
+    assert out.startswith("the good tree\n0.") and "\na dog\n0." in out
+
+
+def test_mistakes_are_one_line(said: Any, notes: Path, tmp_path: Path) -> None:
+    assert said("a dog")[0] == 0
+    for options, message in [
+        ([], "there are no texts"),
+        (["a", "--top", "0"], "--top must be at least 1, got 0"),
+        (["a", "--truncate-dim", "4"], "the index was made with another truncate_dim; to make a"),
+        (["a", "--passage-prompt", "query"], "the index was made with another prompt"),
+        (["a", "--query-prompt", "x"], "prompt_name must be one of query, passage, got 'x'"),
+        (["a", "--index", str(notes / "a.txt")], "a.txt: is damaged, or no index"),
+    ]:
+        status, out, err = said(*options)
+        assert (status, out) == (1, ""), options
+        assert err.startswith("xformer: error: ") and message in err and err.count("\n") == 1
+    status, _, err = said("a", "--truncate-dim", "4", "--rebuild")
+    assert (status, err) == (0, "") and read_index(notes / INDEX).vectors.shape == (5, 4)
+    index = tmp_path / "own"
+    index.write_bytes(b"damaged")
+    assert said("a", "--index", str(index))[0] == 1
+    assert said("a", "--index", str(index), "--rebuild")[0] == 0
+    assert said("a", "--index", str(index), "--query-prompt", "passage")[0] == 0
+
+
+# The page
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "retrieval.md"
+BLOCK = r"```(python|sh)\n((?:(?!```).)*)```\n\n```text\n(.*?)```"
+SHOWN = {
+    "house.md": "# Keys\n\nThe key to the cellar hangs behind the kitchen door.\n\n"
+    "# Rules\n\nBicycles must not be left in the stairwell.\n",
+    "garden/summer.txt": "Water the tomatoes in the evening, never at noon.\n\n"
+    "The hose is in the shed.\n",
+    "health.txt": "The dentist has moved to Station Road.\n",
+}
+
+
+def test_what_the_page_shows_is_what_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "all-MiniLM-L6-v2").symlink_to(minilm())
+    for name, text in SHOWN.items():
+        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "notes" / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(BLOCK, PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 3
+    for kind, code, shown in blocks:
+        if kind == "python":
+            exec(code, {})
+        else:
+            program, *command = shlex.split(code)
+            assert program == "xformer" and main(command) == 0
+        assert capsys.readouterr().out == shown

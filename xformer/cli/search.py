@@ -1,0 +1,116 @@
+"""`xformer search`: find passages in the texts of a folder by their meaning."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from xformer.cli.models import opened
+from xformer.cli.paths import nonempty
+from xformer.cli.progress import progress
+from xformer.cli.texts import add_options, shown, texts_of, watched
+from xformer.sentences import (
+    Hit,
+    Index,
+    embed,
+    make_index,
+    prompts,
+    read_index,
+    search,
+    settings,
+    write_index,
+)
+from xformer.sentences.search import prompt_names
+
+INDEX = ".xformer-index.safetensors"
+LONGEST = 1000  # characters of a line
+ABOUT = """Print the passages of the .txt and .md files in a folder that are closest
+in meaning to a query. An index of the folder is stored in one file, so only
+new and changed files are embedded by the next search."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer search`."""
+    parser = subparsers.add_parser(
+        "search",
+        help="find passages in the texts of a folder by their meaning",
+        description=ABOUT,
+    )
+    add = parser.add_argument
+    add("folder", type=nonempty, help="the folder of texts; subfolders are searched too")
+    add_options(parser, "query", "passage")
+    add("-k", "--top", type=int, default=5, metavar="N", help="print N passages (default: 5)")
+    what = f"the file of the index (default: {INDEX} in the folder)"
+    add("--index", metavar="PATH", type=nonempty, help=what)
+    add("--rebuild", action="store_true", help="make the index anew")
+    what = "a prompt of the model before each query (default: query, if the model has it)"
+    add("--query-prompt", metavar="NAME", help=what)
+    what = "the same before each passage (default: document, passage or corpus)"
+    add("--passage-prompt", metavar="NAME", help=what)
+    add("--truncate-dim", type=int, metavar="N", help="cut vectors to N numbers")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Bring the index up to date, and print the hits of each query; JSON: one object a hit."""
+    queries = texts_of(args)
+    if args.top < 1:
+        raise ValueError(f"--top must be at least 1, got {args.top}")
+    for_query, for_passage = prompt_names(prompts(args.model))
+    query = _options(args, args.query_prompt or for_query)
+    passage = _options(args, args.passage_prompt or for_passage)
+    path = Path(args.index or Path(args.folder, INDEX))
+    old = None if args.rebuild or not os.path.lexists(path) else read_index(path)
+    loaded = opened(args)
+    index = _updated(args, loaded, passage, old)
+    if old is None or index.files != old.files or index.model != old.model:
+        write_index(index, path)
+    with watched("embedding", len(queries)) as options:
+        model, params, tokenizer, *_ = loaded
+        options |= query | {"batch_size": args.batch}
+        vectors = embed(model, params, tokenizer, queries, **options)
+    for text, hits in zip(queries, search(index, args.folder, vectors, top=args.top), strict=True):
+        if len(queries) > 1 and not args.json:
+            print(shown(text))
+        for hit in hits:
+            _print(args, text, hit)
+    return 0
+
+
+def _options(args: argparse.Namespace, prompt_name: str | None) -> dict[str, Any]:
+    """The options of `embed`, with a prompt."""
+    options = settings(args.model, prompt_name=prompt_name)._asdict()
+    for name in ("max_len", "truncate_dim"):
+        if getattr(args, name) is not None:
+            options[name] = getattr(args, name)
+    return options
+
+
+def _updated(args: argparse.Namespace, loaded: Any, options: Any, old: Index | None) -> Index:
+    """The index of the folder, with a bar if that takes long."""
+    model, params, tokenizer, *_ = loaded
+    with progress("passages") as report:
+        return make_index(
+            model,
+            params,
+            tokenizer,
+            args.folder,
+            model_folder=args.model,
+            options=options,
+            old=old,
+            batch_size=args.batch,
+            progress=lambda done, total: report("embedding", done, total),
+        )
+
+
+def _print(args: argparse.Namespace, query: str, hit: Hit) -> None:
+    file = str(Path(args.folder, hit.file))
+    if args.json:
+        print(json.dumps({"query": query, **hit._asdict(), "file": file}))
+        return
+    print(f"{hit.score:.4f}  {shown(f'{file}:{hit.line}', LONGEST)}")
+    for line in hit.text.splitlines():
+        print(f"        {shown(line, LONGEST)}".rstrip())
