@@ -61,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architecture": "SmolLM3ForCausalLM",
         **SIZES,
         **{"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4},
+        "pad_token_id": 0,
     },
     "olmo2": {"architecture": "Olmo2ForCausalLM", **SIZES},
     "granite": {
