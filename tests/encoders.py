@@ -28,6 +28,8 @@ DISTILBERT: dict[str, Any] = {
 OWN = {  # of families that have other keys
     "Albert": SIZES | {"embedding_size": 5, "num_hidden_layers": 4},
     "DistilBert": DISTILBERT,
+    "ModernBert": {key: n for key, n in SIZES.items() if key != "type_vocab_size"}
+    | {"num_hidden_layers": 4, "local_attention": 4, "pad_token_id": 0, "hidden_size": 18},
     "MPNet": {key: n for key, n in SIZES.items() if key != "type_vocab_size"},
 }
 KINDS = {  # the names of transformers' classes -> model_type
@@ -35,13 +37,14 @@ KINDS = {  # the names of transformers' classes -> model_type
     "Bert": "bert",
     "Camembert": "camembert",
     "DistilBert": "distilbert",
+    "ModernBert": "modernbert",
     "MPNet": "mpnet",
     "Roberta": "roberta",
     "XLMRoberta": "xlm-roberta",
 }
 # Their positions are counted over what is not pad_id; those of the others over all tokens.
 COUNTING = ("Camembert", "MPNet", "Roberta", "XLMRoberta")
-POOLED = [family for family in KINDS if family != "DistilBert"]
+POOLED = [family for family in KINDS if family not in ("DistilBert", "ModernBert")]
 MASKED, CLASSES, TOKENS = "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"
 
 

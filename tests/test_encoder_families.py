@@ -79,6 +79,10 @@ def test_activations(family: str, name: str, tmp_path: Path) -> None:
     )
 
 
+BY_TYPE = {
+    "full_attention": {"rope_type": "linear", "factor": 2.5, "rope_theta": 300.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+}
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("Bert", {"num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 3}),
     ("Bert", {"num_hidden_layers": 3, "hidden_size": 14, "num_attention_heads": 7}),
@@ -93,6 +97,15 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("Albert", {"num_hidden_groups": 4, "embedding_size": 12}),
     ("Albert", {"num_hidden_layers": 3, "num_hidden_groups": 3, "embedding_size": 29}),
     ("Albert", {"num_hidden_layers": 1, "layer_norm_eps": 0.1, "type_vocab_size": 1}),
+    ("ModernBert", {"num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 3}),
+    ("ModernBert", {"layer_types": ["sliding_attention", "full_attention"] * 2, "norm_eps": 0.1}),
+    ("ModernBert", {"local_attention": 1, "global_attn_every_n_layers": 2, "norm_bias": True}),
+    ("ModernBert", {"local_attention": 7, "attention_bias": True, "mlp_bias": True}),
+    ("ModernBert", {"decoder_bias": False, "classifier_bias": True, "hidden_activation": "relu"}),
+    ("ModernBert", {"tie_word_embeddings": False, "classifier_activation": "silu"}),
+    ("ModernBert", {"global_rope_theta": 50.0, "local_rope_theta": 7.0}),
+    ("ModernBert", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
+    ("ModernBert", {"rope_parameters": BY_TYPE}),
     ("XLMRoberta", {"pad_token_id": 4, "layer_norm_eps": 0.1, "type_vocab_size": 1}),
     ("Camembert", {"pad_token_id": 4, "layer_norm_eps": 0.1, "type_vocab_size": 1}),
     ("MPNet", {"pad_token_id": 4, "layer_norm_eps": 0.1, "max_position_embeddings": T + 2}),
@@ -110,4 +123,19 @@ def test_sizes(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
         given,
         lambda model, params: model.forward(params, given["input_ids"], mask=keep, types=types),
         keep=keep,
+    )
+
+
+@pytest.mark.parametrize("changes", [{"classifier_bias": True}, {"norm_bias": True}])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_classifiers_of_modernbert(pooling: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """ "mean" does not count padding, on either side."""
+    config = configured("ModernBert", changes | {"classifier_pooling": pooling, "num_labels": 5})
+    given, keep = batch(config.pad_token_id, "left" if pooling == "mean" else "right")
+    given["position_ids"] = np.maximum(np.cumsum(keep, axis=1) - 1, 0)
+    proof(
+        build(transformers.ModernBertForSequenceClassification, config),
+        tmp_path,
+        given,
+        lambda model, params: model.forward(params, given["input_ids"], mask=keep),
     )

@@ -14,9 +14,13 @@ from huggingface import build, on_meta, require_equal, rewritten, shapes_of, tra
 from safetensors.numpy import load_file
 
 from xformer import pretrained
+from xformer.layers import NormConfig
+from xformer.models import Classifier
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.families import FAMILIES
 from xformer.pretrained.family import ACTIVATIONS
+
+SLIDING = "sliding_attention"
 
 
 def described(family: str, head: str, **changes: Any) -> dict[str, Any]:
@@ -76,7 +80,8 @@ def test_buffers_and_repeated_tensors(family: str, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     own = FAMILIES[KINDS[family]]
     repeated = {name: tensors[of].copy() for name, of in own.tied.items()}
-    ids = {f"{own.prefix}embeddings.position_ids": np.arange(16)[None]}
+    name = f"{own.prefix}embeddings.position_ids"
+    ids = {} if family == "ModernBert" else {name: np.arange(16)[None]}  # which has only RoPE
     rewritten(folder, None, repeated | ids)
     require_equal(pretrained.load(folder, dtype="float64")[1], params)
     name = next(iter(repeated))
@@ -155,6 +160,23 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("DistilBert", "Model", {"hidden_size": 9}, "hidden_size must be 12, got 9"),
     ("MPNet", "Model", {"relative_attention_num_buckets": 64}, "num_buckets must be 32, got 64"),
     ("MPNet", MASKED, {"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
+    ("ModernBert", "Model", {"attention_dropout": 0.1}, "attention_dropout must be 0.0, got 0.1"),
+    ("ModernBert", "Model", {"sliding_window": 8}, "not supported: 'sliding_window'"),
+    ("ModernBert", "Model", {"head_dim": 4}, "head_dim must be 6, got 4"),
+    ("ModernBert", CLASSES, {"classifier_pooling": "max"}, "classifier_pooling must be one of cls"),
+    ("ModernBert", "Model", {"rope_parameters": {SLIDING: 3}}, "sliding_attention must be an obj"),
+    (
+        "ModernBert",
+        "Model",
+        {"rope_parameters": {SLIDING: {"rope_theta": 5.0}}, "local_rope_theta": 6.0},
+        "rope_theta must be 6, as local_rope_theta of config.json, got 5.0",
+    ),
+    (
+        "ModernBert",
+        "Model",
+        {"rope_parameters": {SLIDING: {"rope_theta": 5.0}}, "rope_scaling": {"rope_type": "yarn"}},
+        "rope_scaling must be absent beside rope_parameters",
+    ),
     ("Albert", MASKED, {"inner_group_num": 2}, "inner_group_num must be 1"),
     ("Albert", MASKED, {"num_hidden_groups": 3}, "num_hidden_groups must be a divisor of 4"),
 ]
@@ -194,6 +216,9 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers(family: str, head
     model = pretrained.model(kind(family, head))
     assert shapes_of(model) == on_meta(getattr(transformers, family + head), config)
     block, hf = model.blocks[0], config.to_dict()
+    if family == "ModernBert":
+        require_defaults_of_modernbert(model, config)
+        return
     act = hf["activation" if family == "DistilBert" else "hidden_act"]
     assert block.attn.n_heads == config.num_attention_heads
     assert block.ffn.activation == ACTIVATIONS[act]
@@ -213,6 +238,20 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers(family: str, head
         assert model.head.dropout == hf.get(key.get(family, hidden))
 
 
+def require_defaults_of_modernbert(model: Any, config: Any) -> None:
+    """Its keys have other names, and its layers differ."""
+    block = model.blocks[1]
+    assert (block.attn.n_heads, block.attn.bias, block.ffn.bias) == (12, False, False)
+    assert (block.ffn.activation, block.norm, model.embed.norm) == ("gelu", *[NORM] * 2)
+    assert [b.attn.window for b in model.blocks] == [None, *[(64, 64), (64, 64), None] * 7]
+    kinds = [config.rope_parameters[kind]["rope_theta"] for kind in config.layer_types]
+    assert [rotary.theta for rotary in model.rotary] == kinds
+    assert [b.attn_norm for b in model.blocks] == [False] + [True] * 21
+    if isinstance(model.head, Classifier):
+        assert model.head == Classifier(2, "first", "gelu", dense_bias=False, norm=NORM)
+
+
+NORM = NormConfig(eps=1e-5, bias=False)
 PUBLISHED: list[tuple[str, str, dict[str, Any], int]] = [
     ("Bert", MASKED, {"vocab_size": 30522}, 109_514_298),  # bert-base-uncased
     ("Bert", "Model", {"vocab_size": 30522}, 109_482_240),
@@ -243,6 +282,7 @@ PUBLISHED: list[tuple[str, str, dict[str, Any], int]] = [
         {"vocab_size": 32005, "max_position_embeddings": 514, "type_vocab_size": 1},
         110_655_493,
     ),
+    ("ModernBert", MASKED, {}, 149_655_232),  # ModernBERT-base
     # all-mpnet-base-v2
     ("MPNet", "Model", {"max_position_embeddings": 514}, 109_486_464),
 ]

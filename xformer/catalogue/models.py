@@ -225,6 +225,17 @@ def _encoders(case: Any) -> Iterator[Case]:
     yield case("token classifier", blocks, keywords=dropped | ignored, labels=3, head=tags, **bert)
     plain = TokenClassifier(3, bias=False)
     yield case("token classifier, no bias", blocks, "forward", PADDED, head=plain, **bert)
+    bare: Options = {"dense_bias": False, "norm": NormConfig(bias=False)}
+    modern = Classifier(3, "mean", dense="gelu", dropout=0.2, **bare)
+    yield case(
+        "classifier, mean, norm", blocks, keywords=PADDED | dropped, labels=3, head=modern, **bert
+    )
+    yield case(
+        "masked LM, no biases",
+        blocks,
+        head=MaskedLMHead(dense_bias=False, norm_bias=False, bias=False),
+        **bert,
+    )
     hidden: Options = {"head": None, "out_dropout": 0.3, "final_norm": True}
     yield case("hidden states", blocks, "forward", dropped, **hidden, **bert)
     yield case("hidden states, pooler", blocks, "forward", head=Pooler(), **bert)

@@ -22,12 +22,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from xformer import ops
 from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_sizes
+from xformer.checks import number, plain_numbers, require_one_of, require_sizes
 from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
-from xformer.layers.pooling import pool
+from xformer.layers.pooling import POOLINGS, pool
 from xformer.models.lm_head import (
     LMHead,
     Top,
@@ -44,16 +44,27 @@ from xformer.typing import Array
 
 @dataclass(frozen=True)
 class MaskedLMHead:
-    """logits = norm(act(x w_dense + b_dense)) w + b (BERT). tied: w is the embedding's table^T."""
+    """logits = norm(act(x w_dense + b_dense)) w + b (BERT). tied: w is the embedding's table^T.
+
+    dense_bias, norm_bias, bias: whether there are b_dense, the bias of the norm, and b
+    """
 
     activation: str = "gelu"
     eps: float = 1e-12
     tied: bool = True
+    dense_bias: bool = True
+    norm_bias: bool = True
+    bias: bool = True
     of_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         plain_numbers(self)
         require_activation("MaskedLMHead", self.activation)
+
+    @property
+    def norm(self) -> NormConfig:
+        """The configuration of the norm."""
+        return NormConfig(eps=self.eps, bias=self.norm_bias)
 
     def init(
         self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal
@@ -61,10 +72,11 @@ class MaskedLMHead:
         """Initial parameters."""
         embed = with_vocabulary("MaskedLMHead", embed)
         table_width, vocab_size = embed.width, embed.vocab_size
-        dense = LinearParams.init(rng, (width, table_width), draw=draw, bias=True)
+        dense = LinearParams.init(rng, (width, table_width), draw=draw, bias=self.dense_bias)
         w = None if self.tied else draw(rng, (table_width, vocab_size))
-        gains = NormConfig(eps=self.eps).init(rng, table_width)
-        return MaskedLMHeadParams(dense, gains, w, rng.full((vocab_size,), 0.0))
+        gains = self.norm.init(rng, table_width)
+        b = rng.full((vocab_size,), 0.0) if self.bias else None
+        return MaskedLMHeadParams(dense, gains, w, b)
 
     def forward(
         self, x: Array, params: MaskedLMHeadParams, table: Array, **_: Any
@@ -93,7 +105,7 @@ class MaskedLMHead:
         require_present("MaskedLMHead", "params.head.w", params.w, not self.tied)
         x, dense = linear(x, params.dense)
         x, act = ACTIVATIONS[self.activation](x)
-        x, gains = norm(x, params.norm, config=NormConfig(eps=self.eps))
+        x, gains = norm(x, params.norm, config=self.norm)
         w = transposed(table) if params.w is None else params.w
         y, cache = top(x, LinearParams(w, params.b))
         return y, MaskedLMHeadCache(dense, act, gains, cache, self.tied)
@@ -106,7 +118,7 @@ class MaskedLMHeadParams(NamedTuple):
     dense: LinearParams  # (D, E)
     norm: NormParams  # (E,)
     w: Array | None  # (E, V); None: tied to the embedding's table
-    b: Array  # (V,)
+    b: Array | None  # (V,)
 
 
 @short
@@ -132,25 +144,30 @@ class MaskedLMHeadCache(NamedTuple):
 class Classifier:
     """Logits of a sequence: act(x w_dense + b_dense) w + b, with x its first or last token.
 
-    dense: the activation of the dense layer; None: no dense layer. dense_dropout: before the dense
-    layer (RoBERTa). dropout: before w. ValueError for options that do not fit together.
+    token: "first", "last", or "mean", the mean of the tokens. dense: the activation of the dense
+    layer; None: no dense layer. dense_bias: whether it has a bias. norm: of act(...) (ModernBERT).
+    dense_dropout: before the dense layer (RoBERTa). dropout: before w. ValueError for options that
+    do not fit together.
     """
 
     n_labels: int
-    token: str = "first"  # or "last"
+    token: str = "first"
     dense: str | None = "tanh"
     bias: bool = True
     dense_dropout: float = 0.0
     dropout: float = 0.0
+    dense_bias: bool = True
+    norm: NormConfig | None = None
     of_tokens: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         plain_numbers(self)
         require_sizes("Classifier", 1, n_labels=self.n_labels)
-        if self.token not in ("first", "last"):
-            raise ValueError(f'Classifier: token must be "first" or "last", got {self.token!r}')
+        require_one_of("Classifier: token", self.token, POOLINGS)
         if self.dense is not None:
             require_activation("Classifier", self.dense)
+        elif self.norm is not None or not self.dense_bias:
+            raise ValueError("Classifier: norm and dense_bias need dense, got None")
         for name in ("dense_dropout", "dropout"):
             number("Classifier", name, getattr(self, name), low=0, high=1)
 
@@ -160,9 +177,10 @@ class Classifier:
         """Initial parameters."""
         dense = None
         if self.dense is not None:
-            dense = LinearParams.init(rng, (width, width), draw=draw, bias=True)
+            dense = LinearParams.init(rng, (width, width), draw=draw, bias=self.dense_bias)
+        gains = None if self.norm is None else self.norm.init(rng, width)
         out = LinearParams.init(rng, (width, self.n_labels), draw=draw, bias=self.bias)
-        return ClassifierParams(dense, out)
+        return ClassifierParams(dense, out, gains)
 
     def forward(
         self,
@@ -175,17 +193,20 @@ class Classifier:
     ) -> tuple[Array, ClassifierCache]:
         """Logits (B, n_labels). x: (B, T, D)   mask: (B, T), True = a token, False = padding."""
         require_present("Classifier", "params.head.dense", params.dense, self.dense is not None)
+        require_present("Classifier", "params.head.norm", params.norm, self.norm is not None)
         x, pooled = pool(x, pooling=self.token, mask=mask)  # (B, D)
-        dense = act = before = None
+        dense = act = before = gains = None
         if self.dense is not None and params.dense is not None:
             rate = 0.0 if dropout_key is None else self.dense_dropout
             x, before = ops.dropout(x, rate=rate, key=dropout_key)
             x, dense = linear(x, params.dense)
             x, act = ACTIVATIONS[self.dense](x)
+        if self.norm is not None:
+            x, gains = norm(x, params.norm, config=self.norm)
         rate = 0.0 if dropout_key is None else self.dropout
         x, drop = ops.dropout(x, rate=rate, key=dropout_key and dropout_key.at(1))
         logits, out = linear(x, params.out)
-        return logits, ClassifierCache(pooled, before, dense, act, drop, out)
+        return logits, ClassifierCache(pooled, before, dense, act, gains, drop, out)
 
     def loss(
         self,
@@ -209,6 +230,7 @@ class ClassifierParams(NamedTuple):
 
     dense: LinearParams | None  # (D, D)
     out: LinearParams  # (D, n_labels)
+    norm: NormParams | None = None  # (D,)
 
 
 @short
@@ -219,6 +241,7 @@ class ClassifierCache(NamedTuple):
     before: Any  # of dropout before the dense layer; None, like dense and act, without it
     dense: Any  # of `layers.linear`
     act: Any  # of the activation
+    norm: Any  # of `layers.norm`; None: no norm
     drop: Any  # of dropout before the last layer
     out: Any  # of `layers.linear`, to the logits
 
@@ -226,11 +249,13 @@ class ClassifierCache(NamedTuple):
         """Gradients of x and params, and None: the table is not used."""
         dx, dout = self.out.backward(dlogits)
         dx = self.drop.backward(dx)
-        ddense = None
+        ddense = dnorm = None
+        if self.norm is not None:
+            dx, dnorm = self.norm.backward(dx)
         if self.dense is not None:
             dx, ddense = self.dense.backward(self.act.backward(dx))
             dx = self.before.backward(dx)
-        return self.pool.backward(dx), ClassifierParams(ddense, dout), None
+        return self.pool.backward(dx), ClassifierParams(ddense, dout, dnorm), None
 
 
 @dataclass(frozen=True)

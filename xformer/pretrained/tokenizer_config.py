@@ -39,7 +39,8 @@ REGISTERED = {
     "t5": "T5Tokenizer",
     "xlm-roberta": "XLMRobertaTokenizer",
 }
-GENERIC = ("mistral", "mixtral")  # only tokenizer.json is used, whatever class a file names
+# Only tokenizer.json is used, whatever class a file names.
+GENERIC = ("mistral", "mixtral", "modernbert")
 FIXED = ("qwen2",)  # the registered class is used, whatever class a file names
 ALIASES = {
     **dict.fromkeys(

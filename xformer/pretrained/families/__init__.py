@@ -22,6 +22,7 @@ _ATTRIBUTES = {
     "llama2.c": "llama2c.FAMILY",
     "mistral": "mistral.FAMILY",
     "mixtral": "mixtral.FAMILY",
+    "modernbert": "modernbert.FAMILY",
     "mpnet": "mpnet.FAMILY",
     "nn.Transformer": "torch_nn.TRANSFORMER",
     "nn.TransformerEncoder": "torch_nn.ENCODER",
