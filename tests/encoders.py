@@ -30,6 +30,8 @@ OWN = {  # of families that have other keys
     "DistilBert": DISTILBERT,
     "ModernBert": {key: n for key, n in SIZES.items() if key != "type_vocab_size"}
     | {"num_hidden_layers": 4, "local_attention": 4, "pad_token_id": 0, "hidden_size": 18},
+    "Electra": SIZES | {"embedding_size": 5},
+    "NomicBert": SIZES | {"hidden_size": 24},
     "MPNet": {key: n for key, n in SIZES.items() if key != "type_vocab_size"},
 }
 KINDS = {  # the names of transformers' classes -> model_type
@@ -38,13 +40,17 @@ KINDS = {  # the names of transformers' classes -> model_type
     "Camembert": "camembert",
     "DistilBert": "distilbert",
     "ModernBert": "modernbert",
+    "Electra": "electra",
     "MPNet": "mpnet",
+    "NomicBert": "nomic_bert",
     "Roberta": "roberta",
     "XLMRoberta": "xlm-roberta",
 }
 # Their positions are counted over what is not pad_id; those of the others over all tokens.
 COUNTING = ("Camembert", "MPNet", "Roberta", "XLMRoberta")
-POOLED = [family for family in KINDS if family not in ("DistilBert", "ModernBert")]
+POOLED = [
+    family for family in KINDS if family not in ("DistilBert", "Electra", "ModernBert", "NomicBert")
+]
 MASKED, CLASSES, TOKENS = "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"
 
 

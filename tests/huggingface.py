@@ -21,6 +21,7 @@ from xformer.initializers import Shapes
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+core_model_loading = pytest.importorskip("transformers.core_model_loading")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -122,10 +123,11 @@ def judged(hf: Any, inputs: Values, output: str, keep: np.ndarray | None = None)
     dy = dy.astype(str(y.dtype).removeprefix("torch."))
     y.backward(torch.tensor(dy))
     grads = {
-        name: np.zeros(p.shape) if p.grad is None else p.grad.numpy().copy()
+        name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in parameters_of(hf).items()
     }
-    return Judged(y.detach().numpy(), dy, as_saved(grads))
+    saved = {name: grad.detach().numpy().copy() for name, grad in as_saved(hf, grads).items()}
+    return Judged(y.detach().numpy(), dy, saved)
 
 
 def parameters_of(hf: Any) -> dict[str, Any]:
@@ -135,25 +137,9 @@ def parameters_of(hf: Any) -> dict[str, Any]:
     return {name if (of := tied.get(name, name)) in named else of: p for name, p in named.items()}
 
 
-def as_saved(grads: Values) -> Values:
-    """Gradients by the names in files, where in memory Mixtral's experts are stacked, and NeoX's
-    head is called otherwise."""
-    saved: Values = {}
-    for name, grad in grads.items():
-        before, _, part = name.partition(".mlp.")
-        before = f"{before}.block_sparse_moe"
-        if part == "gate.weight":
-            saved[f"{before}.{part}"] = grad
-        elif name == "lm_head.weight" and "gpt_neox.embed_in.weight" in grads:
-            saved["embed_out.weight"] = grad
-        elif part == "experts.down_proj":
-            saved |= {f"{before}.experts.{e}.w2.weight": g for e, g in enumerate(grad)}
-        elif part == "experts.gate_up_proj":
-            for e, both in enumerate(grad):
-                for n, half in zip("13", np.split(both, 2), strict=True):
-                    saved[f"{before}.experts.{e}.w{n}.weight"] = half
-        else:
-            saved[name] = grad
+def as_saved(hf: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of parameters by the names and in the layouts of files, as `save_pretrained` does."""
+    saved: dict[str, Any] = core_model_loading.revert_weight_conversion(hf, tensors)
     return saved
 
 
@@ -226,7 +212,8 @@ def rewritten(
 def on_meta(hf: type, config: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters of transformers' model, each tied one once."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in parameters_of(hf(config)).items()}
+        model = hf(config)
+    return {name: tuple(p.shape) for name, p in as_saved(model, parameters_of(model)).items()}
 
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:

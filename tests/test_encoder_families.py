@@ -61,7 +61,7 @@ def test_pooler(family: str, side: str | None, tmp_path: Path) -> None:
 def names_of_activations() -> list[tuple[str, str]]:
     """Every name with BERT's masked head, which has it too; a few with the other families."""
     others = [("Roberta", "relu"), ("DistilBert", "relu"), ("Albert", "gelu"), ("Albert", "relu")]
-    others += [("MPNet", "relu")]
+    others += [("MPNet", "relu"), ("Electra", "relu"), ("NomicBert", "gelu")]
     return [("Bert", name) for name in ACTIVATIONS] + others
 
 
@@ -83,6 +83,12 @@ BY_TYPE = {
     "full_attention": {"rope_type": "linear", "factor": 2.5, "rope_theta": 300.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
 }
+
+
+def turned(kind: str, theta: float = 1000.0, **options: float) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, **options}
+
+
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("Bert", {"num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 3}),
     ("Bert", {"num_hidden_layers": 3, "hidden_size": 14, "num_attention_heads": 7}),
@@ -109,6 +115,11 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("XLMRoberta", {"pad_token_id": 4, "layer_norm_eps": 0.1, "type_vocab_size": 1}),
     ("Camembert", {"pad_token_id": 4, "layer_norm_eps": 0.1, "type_vocab_size": 1}),
     ("MPNet", {"pad_token_id": 4, "layer_norm_eps": 0.1, "max_position_embeddings": T + 2}),
+    ("Electra", {"embedding_size": 12, "layer_norm_eps": 0.1}),
+    ("Electra", {"embedding_size": 29, "type_vocab_size": 1, "num_attention_heads": 2}),
+    ("NomicBert", {"head_dim": 6, "layer_norm_eps": 0.1, "type_vocab_size": 1}),
+    ("NomicBert", {"max_position_embeddings": 3, "rope_parameters": turned("default", 500.0)}),
+    ("NomicBert", {"max_position_embeddings": 3, "rope_parameters": turned("dynamic", factor=2.0)}),
 ]
 
 

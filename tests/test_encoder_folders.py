@@ -111,6 +111,29 @@ def test_bare_models_without_a_pooler(family: str, tmp_path: Path) -> None:
         model.pooled(without, np.full((1, 2), 5), pooling="pooler")
 
 
+@pytest.mark.parametrize("family", KINDS)
+def test_masked_models_without_the_tensors_of_their_head_are_bare(
+    family: str, tmp_path: Path
+) -> None:
+    folder, params = saved(family, "Model", tmp_path)
+    rewritten(folder, architectures=[family + MASKED])
+    with pytest.warns(UserWarning, match=f"of the head of {family}{MASKED}; the model is {family}"):
+        model, again = pretrained.load(folder, dtype="float64")
+    require_equal(again, params)
+    assert model.hf_config["architectures"] == [f"{family}Model"]
+    pretrained.save(model, again, tmp_path / "copy")
+    require_equal(pretrained.load(tmp_path / "copy", dtype="float64")[1], params)
+
+
+def test_a_part_of_a_head_is_refused(tmp_path: Path) -> None:
+    folder, _ = saved("Bert", MASKED, tmp_path)
+    rewritten(folder, lambda name: None if "transform" in name else name)
+    with pytest.raises(
+        PretrainedError, match=r"4 missing: 'cls\.predictions\.transform\.LayerNorm"
+    ):
+        pretrained.load(folder)
+
+
 def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     folder, _ = saved("Bert", CLASSES, tmp_path)
     names = {"classifier.bias": "classifier.b", "bert.pooler.dense.bias": None}
@@ -177,6 +200,10 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         {"rope_parameters": {SLIDING: {"rope_theta": 5.0}}, "rope_scaling": {"rope_type": "yarn"}},
         "rope_scaling must be absent beside rope_parameters",
     ),
+    ("NomicBert", "Model", {"n_head": 12}, "n_head must be 3, got 12"),
+    ("NomicBert", "Model", {"rotary_emb_base": 10_000}, "rotary_emb_base must be 1000.0, got"),
+    ("NomicBert", "Model", {"prenorm": True}, "prenorm must be False, got True"),
+    ("NomicBert", MASKED, {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 in"),
     ("Albert", MASKED, {"inner_group_num": 2}, "inner_group_num must be 1"),
     ("Albert", MASKED, {"num_hidden_groups": 3}, "num_hidden_groups must be a divisor of 4"),
 ]
@@ -190,6 +217,11 @@ def test_configurations_that_are_refused(
         pretrained.model(described(family, head, **changes))
 
 
+NOMIC = {  # as the folders of its own code have it, without the sizes
+    **{"activation_function": "swiglu", "causal": False, "layer_norm_epsilon": 1e-12, "n_head": 3},
+    **{"prenorm": False, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0},
+    **{"rotary_emb_interleaved": False, "scale_attn_weights": True, "use_rms_norm": False},
+}
 READ: list[tuple[str, dict[str, Any]]] = [
     # As the Chinese and multilingual BERTs have them, and transformers 2 wrote them.
     ("Bert", {"directionality": "bidi", "pooler_fc_size": 768, "pooler_num_attention_heads": 12}),
@@ -197,6 +229,8 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("Bert", {"pooler_type": "first_token_transform", "eos_token_ids": 0, "output_past": True}),
     ("Bert", {"position_embedding_type": None, "classifier_dropout": None, "hidden_act": None}),
     ("DistilBert", {"tie_weights_": True, "sinusoidal_pos_embds": False, "qa_dropout": 0.1}),
+    ("Electra", {"summary_type": "first", "summary_use_proj": True, "summary_last_dropout": 0.1}),
+    ("NomicBert", NOMIC),
     ("Albert", {"down_scale_factor": 1, "gap_size": 0, "net_structure_type": 0}),
     ("Albert", {"num_memory_blocks": 0, "classifier_dropout_prob": 0.1, "hidden_dropout_prob": 0}),
 ]
@@ -283,6 +317,17 @@ PUBLISHED: list[tuple[str, str, dict[str, Any], int]] = [
         110_655_493,
     ),
     ("ModernBert", MASKED, {}, 149_655_232),  # ModernBERT-base
+    # electra-base-discriminator without its head
+    (
+        "Electra",
+        "Model",
+        {
+            **{"embedding_size": 768, "hidden_size": 768, "num_attention_heads": 12},
+            "intermediate_size": 3072,
+        },
+        108_891_648,
+    ),
+    ("NomicBert", "Model", {}, 136_731_648),  # nomic-embed-text-v1.5
     # all-mpnet-base-v2
     ("MPNet", "Model", {"max_position_embeddings": 514}, 109_486_464),
 ]

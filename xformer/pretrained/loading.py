@@ -147,7 +147,7 @@ def _without_absent_head(
         return config
     warnings.warn(
         f"{where}: the files have no tensors of the head of {config['architectures'][0]}; "
-        f"the model is a {bare}",
+        f"the model is {bare}",
         stacklevel=4,
     )
     return {**config, "architectures": [bare]}

@@ -211,8 +211,8 @@ def _xlm_roberta(inner: Any, config: Config) -> None:
 
 
 def _camembert(inner: Any, config: Config) -> None:
-    unknown = content(config, "unk_token")
-    _require_unknown(inner, config, (unknown and inner.token_to_id(unknown)) or 0)
+    # The id of unk_token, or 0 if the vocabulary has no such token, as in transformers.
+    _require_unknown(inner, config, inner.token_to_id(content(config, "unk_token") or "") or 0)
     _words(inner, spaced=config.flag("add_prefix_space", default=True))
 
 

@@ -107,14 +107,24 @@ def classifier_dropout(c: Config, config: BlockConfig) -> float:
     return rate(c, "classifier_dropout", config.dropout)
 
 
-def links(model: LanguageModel, name: str = "bert") -> Links:
-    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+def links(model: LanguageModel) -> Links:
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`)."""
+    yield from encoder_links(model, "bert")
+    if isinstance(model.head, MaskedLMHead):
+        yield from linear("cls.predictions.transform.dense", "head.dense")
+        yield from norm("cls.predictions.transform.LayerNorm", "head.norm")
+        yield from same("cls.predictions.bias", "head.b")
+    elif isinstance(model.head, Classifier):
+        yield from linear("bert.pooler.dense", "head.dense")
+        yield from linear("classifier", "head.out")
+    elif isinstance(model.head, TokenClassifier):
+        yield from linear("classifier", "head")
+    else:
+        yield from linear("bert.pooler.dense", "head")
 
-    They are the tensors of the encoder and of the model's head: masked LM, classifier, token
-    classifier or pooler.
 
-    name: the prefix of the tensors of encoder and pooler
-    """
+def encoder_links(model: LanguageModel, name: str) -> Links:
+    """Yield the links of the embedding and the blocks. name: the prefix of their tensors."""
     yield from embed_links(f"{name}.embeddings")
     for i in range(len(model.blocks)):
         theirs, ours = f"{name}.encoder.layer.{i}", f"stack.blocks.{i}"
@@ -130,17 +140,6 @@ def links(model: LanguageModel, name: str = "bert") -> Links:
         yield from linear(f"{theirs}.intermediate.dense", f"{ours}.ffn.up")
         yield from linear(f"{theirs}.output.dense", f"{ours}.ffn.down")
         yield from norm(f"{theirs}.output.LayerNorm", f"{ours}.ffn_norm")
-    if isinstance(model.head, MaskedLMHead):
-        yield from linear("cls.predictions.transform.dense", "head.dense")
-        yield from norm("cls.predictions.transform.LayerNorm", "head.norm")
-        yield from same("cls.predictions.bias", "head.b")
-    elif isinstance(model.head, Classifier):
-        yield from linear(f"{name}.pooler.dense", "head.dense")
-        yield from linear("classifier", "head.out")
-    elif isinstance(model.head, TokenClassifier):
-        yield from linear("classifier", "head")
-    else:
-        yield from linear(f"{name}.pooler.dense", "head")
 
 
 def embed_links(theirs: str) -> Links:

@@ -46,11 +46,7 @@ def links(model: LanguageModel) -> Links:
         yield from linear(f"{theirs}.intermediate.dense", f"{ours}.ffn.up")
         yield from linear(f"{theirs}.output.dense", f"{ours}.ffn.down")
         yield from norm(f"{theirs}.output.LayerNorm", f"{ours}.ffn_norm")
-    yield from roberta.head_links(model)
-    if isinstance(model.head, TokenClassifier):
-        yield from linear("classifier", "head")
-    elif not isinstance(model.head, MaskedLMHead | Classifier):
-        yield from linear("mpnet.pooler.dense", "head")
+    yield from roberta.head_links(model, "mpnet")
 
 
 FAMILY = Family(

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler, TokenClassifier
+from xformer.models import Classifier, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert
 from xformer.pretrained.family import Family
@@ -35,19 +35,13 @@ def build(c: Config, head: str, names: Collection[str] | None, *, vocab_size: in
 
 
 def links(model: LanguageModel) -> Links:
-    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
-
-    The names are BERT's, except for the heads of masked LMs and classifiers.
-    """
-    yield from head_links(model)
-    is_berts = isinstance(model.head, TokenClassifier | Pooler | None)
-    for link in bert.links(model, "roberta"):
-        if is_berts or "head" not in link.ours[0]:
-            yield link
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`)."""
+    yield from bert.encoder_links(model, "roberta")
+    yield from head_links(model, "roberta")
 
 
-def head_links(model: LanguageModel) -> Links:
-    """Yield the links of a masked LM head or a classifier."""
+def head_links(model: LanguageModel, name: str) -> Links:
+    """Yield the links of the head. name: the prefix of a pooler."""
     if isinstance(model.head, MaskedLMHead):
         yield from linear("lm_head.dense", "head.dense")
         yield from norm("lm_head.layer_norm", "head.norm")
@@ -55,6 +49,10 @@ def head_links(model: LanguageModel) -> Links:
     elif isinstance(model.head, Classifier):
         yield from linear("classifier.dense", "head.dense")
         yield from linear("classifier.out_proj", "head.out")
+    elif isinstance(model.head, TokenClassifier):
+        yield from linear("classifier", "head")
+    else:
+        yield from linear(f"{name}.pooler.dense", "head")
 
 
 def family(name: str, *, vocab_size: int) -> Family:
