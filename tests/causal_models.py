@@ -37,6 +37,10 @@ T5: dict[str, Any] = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LATENT = SIZES | {"num_key_value_heads": 3}
+LATENT |= {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5}
+LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 7}
+LATENT |= {"first_k_dense_replace": 1}
 # Hugging Face's names of families -> configurations.
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"architecture": "GPT2LMHeadModel", **GPT2},
@@ -56,6 +60,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **SIZES,
         **{"head_dim": 6, "sliding_window": 4, "sliding_window_pattern": 2},
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "deepseek_v2": {"architecture": "DeepseekV2ForCausalLM", **LATENT, "q_lora_rank": None},
+    "deepseek_v3": {
+        "architecture": "DeepseekV3ForCausalLM",
+        **LATENT,
+        **{"q_lora_rank": 8, "n_group": 2, "topk_group": 1},
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
     },
     "smollm3": {
         "architecture": "SmolLM3ForCausalLM",

@@ -140,6 +140,27 @@ def qwen2(**own: Any) -> Config:
     )
 
 
+def deepseek_yarn(mscale: float) -> Config:
+    return {
+        **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "type": "yarn"},
+        **{"mscale": mscale, "mscale_all_dim": mscale},
+        "original_max_position_embeddings": 4096,
+    }
+
+
+def deepseek(version: str, **own: Any) -> Config:
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    return like_llama(
+        f"deepseek_{version.lower()}",
+        f"Deepseek{version}",
+        **{"attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001},
+        **{"max_position_embeddings": 163840, "moe_layer_freq": 1, "pretraining_tp": 1},
+        **{"rms_norm_eps": 1e-06, "rope_theta": 10000, "seq_aux": True, "v_head_dim": 128},
+        **sizes,
+        **own,
+    )
+
+
 def gemma3(**own: Any) -> Config:
     return {
         "architectures": ["Gemma3ForCausalLM"],
@@ -379,6 +400,34 @@ HUB: dict[str, tuple[Config, int]] = {
             **{"tie_word_embeddings": True},
         ),
         596_049_920,
+    ),
+    "DeepSeek-V2-Lite": (
+        deepseek(
+            "V2",
+            **{"first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944},
+            **{"moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64},
+            **{"n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16},
+            **{"num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16},
+            **{"q_lora_rank": None, "routed_scaling_factor": 1.0, "scoring_func": "softmax"},
+            **{"topk_group": 1, "topk_method": "greedy", "vocab_size": 102400},
+            rope_scaling=deepseek_yarn(0.707),
+        ),
+        15_706_484_224,
+    ),
+    # Without its quantization_config: the published files are in fp8.
+    "DeepSeek-V3": (
+        deepseek(
+            "V3",
+            **{"ep_size": 1, "first_k_dense_replace": 3, "hidden_size": 7168},
+            **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_group": 8},
+            **{"n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True},
+            **{"num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61},
+            **{"num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536},
+            **{"routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4},
+            **{"topk_method": "noaux_tc", "vocab_size": 129280},
+            rope_scaling=deepseek_yarn(1.0),
+        ),
+        671_026_419_200,
     ),
     "SmolLM3-3B": (
         like_llama(

@@ -69,6 +69,8 @@ def build(kind: type, config: Any, *, seed: int = 0) -> Any:
         offset = 1.0 if parameter.ndim == 1 and "bias" not in name else 0.0
         with torch.no_grad():
             parameter.copy_(offset + gain * torch.randn(parameter.shape, dtype=torch.float64))
+    for buffer in corrections(model).values():
+        buffer.copy_(0.3 * torch.randn(buffer.shape, dtype=torch.float64))
     return model
 
 
@@ -126,6 +128,8 @@ def judged(hf: Any, inputs: Values, output: str, keep: np.ndarray | None = None)
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in parameters_of(hf).items()
     }
+    # A router's correction is a buffer: it chooses experts and weighs nothing.
+    grads |= {name: torch.zeros_like(b) for name, b in corrections(hf).items()}
     saved = {name: grad.detach().numpy().copy() for name, grad in as_saved(hf, grads).items()}
     return Judged(y.detach().numpy(), dy, saved)
 
@@ -135,6 +139,11 @@ def parameters_of(hf: Any) -> dict[str, Any]:
     named = dict(hf.named_parameters())
     tied = hf._tied_weights_keys or {}
     return {name if (of := tied.get(name, name)) in named else of: p for name, p in named.items()}
+
+
+def corrections(hf: Any) -> dict[str, Any]:
+    """The buffers that are parameters here, and in files."""
+    return {n: b for n, b in hf.named_buffers() if n.endswith("e_score_correction_bias")}
 
 
 def as_saved(hf: Any, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -20,12 +20,15 @@ from huggingface import (
     proof,
     reloaded,
     require_close,
+    require_equal,
+    rewritten,
     transformers,
 )
 from libraries import LIBRARIES, only
 
 from xformer import backends, pretrained, tree
 from xformer.backends import Backend
+from xformer.layers import LatentAttentionConfig
 from xformer.pretrained.reading import read_json
 
 B, T, V = 3, 7, 37
@@ -67,6 +70,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": LLAMA | {"sliding_window": 4},
     "Starcoder2": LLAMA | {"sliding_window": 4},
 }
+LATENT: dict[str, Any] = LLAMA | {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": None,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 7,
+    "qk_nope_head_dim": 6,  # even, as torch.view_as_complex needs
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 3,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 6,
+    "first_k_dense_replace": 1,
+}
+LATENT_FAMILIES = {  # all heads have keys of their own
+    "DeepseekV2": LATENT,
+    "DeepseekV3": LATENT | {"n_group": 3, "topk_group": 2},
+}
+FAMILIES |= LATENT_FAMILIES
 CLASSES_OF = {"Gemma3": "Gemma3Text"}  # the names of classes, but for the language model
 WITHOUT_CLASSIFIER = ("Granite",)
 LM, CLASSES, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
@@ -145,7 +166,9 @@ def test_heads(family: str, head: str, padding: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 4])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "GPT2"])
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f != "GPT2" and f not in LATENT_FAMILIES]
+)
 def test_key_value_heads_and_tied_heads(
     family: str, kv_heads: int, tied: bool, tmp_path: Path
 ) -> None:
@@ -225,6 +248,22 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters": BY_TYPE | {SLIDING: None}},
         {"rope_theta": 500.0, "rope_local_base_freq": 20.0},
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ],
+    "DeepseekV2": [
+        {"q_lora_rank": None, "first_k_dense_replace": 0},
+        {"attention_bias": True, "first_k_dense_replace": 3, "rms_norm_eps": 0.1},
+        {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+        {"topk_method": "greedy", "n_group": 2, "topk_group": 1, "num_experts_per_tok": 6},
+        {"routed_scaling_factor": 16.0, "n_shared_experts": 1, "hidden_act": "gelu"},
+        {"tie_word_embeddings": True, "num_key_value_heads": 4, "output_router_logits": True},
+    ],
+    "DeepseekV3": [
+        {"q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0},
+        {"attention_bias": True, "first_k_dense_replace": 3, "rms_norm_eps": 0.1},
+        {"norm_topk_prob": False, "routed_scaling_factor": 1.0},
+        {"n_group": 1, "topk_group": 1, "n_shared_experts": 2, "hidden_act": "gelu"},
+        {"n_group": 2, "topk_group": 2, "num_experts_per_tok": 1},
+        {"tie_word_embeddings": True, "num_key_value_heads": 4, "num_nextn_predict_layers": 0},
     ],
     "SmolLM3": [
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
@@ -325,6 +364,29 @@ def test_rotary_scalings(name: str, length: int, tmp_path: Path) -> None:
     prove(tmp_path, "Llama", rotary(name), length=length)
 
 
+@pytest.mark.parametrize("name", ["linear", "dynamic", "yarn, ramp", "yarn, mscale", "yarn, all"])
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+def test_rotary_scalings_of_latent_attention(family: str, name: str, tmp_path: Path) -> None:
+    """YaRN also changes the scale of the scores, if it has mscale_all_dim."""
+    part = YARN | {"mscale_all_dim": 0.9} if name == "yarn, all" else ROPES[name]
+    max_len = ORIGINAL if name == "dynamic" else 4 * ORIGINAL
+    changes = {"max_position_embeddings": max_len, "rope_parameters": {"rope_theta": 12.0} | part}
+    prove(tmp_path / "5", family, changes, length=ORIGINAL + 5)
+    prove(tmp_path / "4", family, version_4(changes, "type"), length=ORIGINAL + 5)
+
+
+def test_layers_that_predict_later_tokens_are_left_out(tmp_path: Path) -> None:
+    """With a warning; transformers leaves them out without one."""
+    hf = build(kind("DeepseekV3", LM), configured("DeepseekV3", {}))
+    hf.save_pretrained(tmp_path)
+    _, want = pretrained.load(tmp_path)
+    names = "model.layers.61.eh_proj.weight", "model.layers.61.embed_tokens.weight"
+    rewritten(tmp_path, more={name: np.ones((16, 32), np.float32) for name in names})
+    with pytest.warns(UserWarning, match="does not use are left out: 'model.layers.61.eh_proj"):
+        _, params = pretrained.load(tmp_path)
+    require_equal(params, want)
+
+
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_scalings_go_by_the_largest_position_given(name: str, tmp_path: Path) -> None:
     ids = np.arange(1, 11).reshape(2, 5)
@@ -419,10 +481,11 @@ REQUIRED = (
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults(family: str) -> None:
     """What is absent is as transformers has it; all that its configuration may hold is known."""
-    config = getattr(transformers, f"{CLASSES_OF.get(family, family)}Config")()
+    needed = {"num_experts_per_tok": 6} if family == "DeepseekV2" else {}  # None by default
+    config = getattr(transformers, f"{CLASSES_OF.get(family, family)}Config")(**needed)
     config.architectures = [kind(family, LM).__name__]
     full = json.loads(json.dumps(config.to_dict()))
-    sparse = {name: value for name, value in full.items() if name in REQUIRED}
+    sparse = {name: value for name, value in full.items() if name in (*REQUIRED, *needed)}
     models = [resolved(pretrained.model(each)) for each in (full, version_4(full), sparse)]
     assert models[1] == models[0] and models[2] == models[0]
 
@@ -430,7 +493,10 @@ def test_defaults(family: str) -> None:
 def resolved(model: Any) -> Any:
     """The model without its source and without defaults that mean the same."""
     blocks = (
-        changed(b, d_head=b.attn.head_width, n_kv_heads=b.attn.kv_heads) for b in model.blocks
+        b
+        if isinstance(b.attn, LatentAttentionConfig)
+        else changed(b, d_head=b.attn.head_width, n_kv_heads=b.attn.kv_heads)
+        for b in model.blocks
     )
     return replace(model, blocks=tuple(blocks), hf_config=None)
 

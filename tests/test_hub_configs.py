@@ -86,6 +86,20 @@ def test_layers_of_different_kinds() -> None:
     assert gemma.causal and not encoder.causal and encoder.embed.scale == 768**0.5
 
 
+def test_deepseeks_scale_and_layers() -> None:
+    """The scale of YaRN's mscale_all_dim; dense layers first; groups of experts."""
+    lite, big = described("DeepSeek-V2-Lite"), described("DeepSeek-V3")
+    for model, mscale in ((lite, 0.707), (big, 1.0)):
+        scale = model.blocks[0].attn.scale
+        assert math.isclose(scale, 192**-0.5 * (1 + 0.1 * mscale * math.log(40)) ** 2)
+        assert model.rotary.interleaved and model.rotary.width == 64
+    assert [block.experts is None for block in lite.blocks] == [True] + [False] * 26
+    assert [block.experts is None for block in big.blocks] == [True] * 3 + [False] * 58
+    experts = big.blocks[-1].experts
+    assert (experts.n_groups, experts.top_groups, experts.group_top) == (8, 4, 2)
+    assert lite.blocks[0].attn.q_rank is None and big.blocks[0].attn.cached_width == 576
+
+
 def test_null_is_all_key_value_heads() -> None:
     for name in ("Llama-3.1-8B", "Mistral-7B-v0.1", "Qwen2-0.5B", "gemma-2-2b"):
         own = described(name, num_key_value_heads=None).blocks[0]
@@ -120,6 +134,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Mistral-7B-v0.1", {"layer_types": "full"}, "not supported: 'layer_types'"),
     ("Mixtral-8x7B-v0.1", {"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0"),
     ("Mixtral-8x7B-v0.1", {"num_experts": 9}, "num_experts must be 8, got 9"),
+    ("DeepSeek-V3", {"quantization_config": {"quant_method": "fp8"}}, "'quantization_config'"),
+    ("DeepSeek-V3", {"num_key_value_heads": 8}, "num_key_value_heads must be 128"),
+    ("DeepSeek-V3", {"topk_group": 9}, "top_groups must be at most 8 with n_groups = 8, got 9"),
+    ("DeepSeek-V3", {"n_group": 7}, "n_groups must divide n_experts = 256, got 7"),
+    ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "norm_topk_prob must be False"),
+    ("DeepSeek-V2-Lite", {"mlp_bias": True}, "mlp_bias must be False"),
+    ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "topk_method must be one of greedy"),
+    (
+        "DeepSeek-V2-Lite",
+        {"topk_method": "group_limited_greedy", "n_group": None},
+        "n_group must be an int, as topk_method 'group_limited_greedy' needs",
+    ),
     ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be"),
     # Rotary embeddings
     ("Llama-2-7b-hf", scaled(type="su"), "rope_scaling: type must be one of "),
@@ -186,6 +212,7 @@ UNREAD: list[tuple[str, dict[str, Any]]] = [
     ("Qwen2.5-0.5B", {"use_mrope": True}),
     ("Qwen2-0.5B", {"attention_bias": False}),
     ("Qwen3-0.6B", {"num_experts": 128}),
+    ("DeepSeek-V3", {"scoring_func": "softmax", "topk_method": "greedy"}),
     ("gemma-2-2b", {"sliding_window_pattern": 6}),
     ("gemma-2-9b", {"sliding_window_size": 512}),
 ]

@@ -30,7 +30,8 @@ def route(
     xp = array_namespace(logits)
     # Softmax does not change the order, and of the chosen logits it is what normalising gives.
     of_chosen = config.score == "softmax" and config.normalise
-    scores, cache, sums = logits, None, None
+    scores, sums = logits, None
+    cache: Any = None
     if config.score == "sigmoid":
         scores, cache = ops.sigmoid(logits)
     elif not of_chosen:
