@@ -88,8 +88,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": {"architecture": "Starcoder2ForCausalLM", **SIZES, "sliding_window": 4},
 }
 CONFIGS["gpt_neox"].pop("num_key_value_heads")
+ROUTED = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 11}
+CONFIGS |= {
+    "qwen2_moe": {
+        "architecture": "Qwen2MoeForCausalLM",
+        **SIZES,
+        **ROUTED,
+        **{"shared_expert_intermediate_size": 7, "mlp_only_layers": [1]},
+    },
+    "qwen3_moe": {"architecture": "Qwen3MoeForCausalLM", **SIZES, **ROUTED, "head_dim": 6},
+    "olmoe": {
+        "architecture": "OlmoeForCausalLM",
+        **SIZES,
+        **{"num_experts": 3, "num_experts_per_tok": 2},
+    },
+    "gpt_oss": {
+        "architecture": "GptOssForCausalLM",
+        **SIZES,
+        **{"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 6, "sliding_window": 4},
+    },
+}
+ALIKE = ("qwen3_moe", "olmoe")  # nothing in them is new beside the others
 NAMES = [
-    *CONFIGS,
+    *(name for name in CONFIGS if name not in ALIKE),
     *("sinusoidal", "positions for q, k, v", "no positions", "alibi", "relative bias", "shaw"),
     *("post-norm", "concatenated positions", "bare blocks"),
 ]

@@ -42,6 +42,8 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 32,
     "pad_token_id": 0,
 }
+MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 11}
+OSS = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 6, "sliding_window": 4}
 GPT2: dict[str, Any] = {
     "vocab_size": V,
     "n_embd": 12,
@@ -58,6 +60,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": LLAMA | {"num_local_experts": 3},
     "Qwen2": LLAMA,
     "Qwen3": LLAMA | {"head_dim": 6},
+    "Qwen2Moe": LLAMA | MOE | {"shared_expert_intermediate_size": 7},
+    "Qwen3Moe": LLAMA | MOE | {"head_dim": 6},
+    "Olmoe": LLAMA | {"num_experts": 3, "num_experts_per_tok": 2},
+    "GptOss": LLAMA | OSS,
     "Gemma2": LLAMA | {"head_dim": 6, "sliding_window": 4},
     "Gemma3": LLAMA | {"head_dim": 6, "sliding_window": 4, "num_hidden_layers": 3, **SIX_TO_TWO},
     "SmolLM3": LLAMA | {"no_rope_layer_interval": 2},
@@ -89,7 +95,7 @@ LATENT_FAMILIES = {  # all heads have keys of their own
 }
 FAMILIES |= LATENT_FAMILIES
 CLASSES_OF = {"Gemma3": "Gemma3Text"}  # the names of classes, but for the language model
-WITHOUT_CLASSIFIER = ("Granite",)
+WITHOUT_CLASSIFIER = ("Granite", "Olmoe")
 LM, CLASSES, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
 FULL, SLIDING = "full_attention", "sliding_attention"
 BY_TYPE = {
@@ -226,6 +232,33 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"attention_bias": True},
         {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
         {"use_sliding_window": True, "sliding_window": 3, "layer_types": [SLIDING, FULL]},
+    ],
+    "Qwen2Moe": [
+        {"norm_topk_prob": True, "num_experts": 4, "hidden_act": "gelu"},
+        {"num_experts_per_tok": 1, "qkv_bias": False, "head_dim": 6},
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+        {"num_hidden_layers": 3, "mlp_only_layers": [1, 7]},
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 3},
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 3, "layer_types": [FULL, SLIDING]},
+    ],
+    "Qwen3Moe": [
+        {"norm_topk_prob": True, "attention_bias": True, "num_experts_per_tok": 3},
+        {"num_hidden_layers": 4, "decoder_sparse_step": 3, "mlp_only_layers": [0]},
+        {"use_sliding_window": True, "sliding_window": 3, "hidden_act": "relu"},
+    ],
+    "Olmoe": [
+        {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": None},
+        {"num_experts": 4, "num_experts_per_tok": 1, "rms_norm_eps": 0.1, "hidden_act": "gelu"},
+    ],
+    "GptOss": [
+        {"num_key_value_heads": None, "attention_bias": False},
+        {"num_hidden_layers": 3, "sliding_window": 2, "num_experts_per_tok": 3},
+        {"layer_types": [FULL, SLIDING], "num_local_experts": 4, "num_experts_per_tok": 1},
+        {"layer_types": [FULL, FULL], "rms_norm_eps": 0.1},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 12.0}},
+        {"rope_theta": 12.0},
+        {"hidden_act": "relu", "experts_per_token": 2, "initial_context_length": 4096},
     ],
     "Gemma2": [
         {"attn_logit_softcapping": None},
@@ -448,13 +481,30 @@ def test_folders_of_version_4(name: str, key: str, tmp_path: Path) -> None:
     require_close("reloaded", again.y, want.y, FLOAT64)
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "right", "no mask"])
-def test_balancing_of_experts(padding: str, tmp_path: Path) -> None:
+BALANCED = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "Qwen3Moe": {"num_experts": 4},
+    "Olmoe": {"num_experts": 4},
+    "GptOss": {"num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    [
+        (f, p)
+        for f in BALANCED
+        for p in ("none", "left", "right", "no mask")
+        if f == "Mixtral" or p == "left"
+    ],
+)
+def test_balancing_of_experts(family: str, padding: str, tmp_path: Path) -> None:
     """The whole loss: transformers shifts labels by one, and leaves those at -100 out.
 
     Among them must be each row's first token, which padding would have to foretell.
     """
-    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "num_local_experts": 4}
+    changes = BALANCED[family] | {"output_router_logits": True, "router_aux_loss_coef": 0.3}
     inputs, keep = batch("none" if padding == "no mask" else padding)
     if padding == "no mask":
         del inputs["attention_mask"]
@@ -468,7 +518,7 @@ def test_balancing_of_experts(padding: str, tmp_path: Path) -> None:
         mask = None if padding == "no mask" else keep
         return model.loss(params, ids, targets, mask=mask, ignore_index=-100)
 
-    hf = build(kind("Mixtral", LM), configured("Mixtral", changes))
+    hf = build(kind(family, LM), configured(family, changes))
     proof(hf, tmp_path, inputs | {"labels": labels}, loss, output="loss")
 
 

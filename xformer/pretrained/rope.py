@@ -23,6 +23,7 @@ def rope(
     original: int | None = None,
     types: Mapping[str, str] = TYPES,
     names: Mapping[str, str] = {},
+    default: Mapping[str, Any] = {},
 ) -> RopeConfig:
     """The RoPE configuration of heads of `width` channels, in a model for `max_len` tokens.
 
@@ -37,10 +38,11 @@ def rope(
         parameters must not have another value. None: the value in the parameters, or max_len.
     types: the family's types, and what they mean.
     names: the family's names of `rope_theta` and `partial_rotary_factor` outside the parameters.
+    default: the family's parameters if the configuration has none
 
     Raises PretrainedError.
     """
-    part = _part(c)
+    part = _part(c, default)
     theta = _agreed(c, part, "rope_theta", theta, names)
     turned = _agreed(c, part, "partial_rotary_factor", 1.0 if share is None else share, names)
     if not (turned == 1 if share is None else 0 < turned <= 1):
@@ -141,8 +143,8 @@ def _options(
     return options
 
 
-def _part(c: Config) -> Config:
-    """The object with the parameters; empty if there is none."""
+def _part(c: Config, default: Mapping[str, Any]) -> Config:
+    """The object with the parameters; one with `default` if there is none."""
     names = ("rope_parameters", "rope_scaling")
     c.ignore(*names)  # null and {} have no effect
     present = [name for name in names if c.data.get(name) not in (None, {})]
@@ -150,7 +152,8 @@ def _part(c: Config) -> Config:
         raise c.refused("rope_scaling", "absent, or as rope_parameters")
     part = c.sub(present[0]) if present else None
     if part is None:
-        return Config({}, f"{c.where}: rope_parameters")
+        absent = all(c.data.get(name) is None for name in names)
+        return Config(default if absent else {}, f"{c.where}: rope_parameters")
     return _of_all_layers(c, present[0], part)
 
 

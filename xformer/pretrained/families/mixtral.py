@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from xformer.layers import ExpertsConfig
+from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families.llama import block, block_links, decoder, family, top_links, window
@@ -24,8 +24,6 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         d_ff=c.integer("intermediate_size", low=1),
         activation=act,
     )
-    weight = c.number("router_aux_loss_coef", low=0, default=0.001)
-    balances = c.flag("output_router_logits", default=False) and head == "lm"
     config = block(c, eps=1e-5, kv_heads=8, window=window(c), ffn=mixture)
     return decoder(
         c,
@@ -33,8 +31,17 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         (config,) * layers(c),
         max_len=131072,
         theta=1e6,
-        load_balancing_weight=weight if balances else 0.0,
+        load_balancing_weight=balancing(c, head),
     )
+
+
+def balancing(c: Config, head: str, default: float = 0.001) -> float:
+    """Return the weight of the auxiliary loss; 0 without `output_router_logits` or an LM head.
+
+    default: the family's weight if the key is absent
+    """
+    weight = c.number("router_aux_loss_coef", low=0, default=default)
+    return weight if c.flag("output_router_logits", default=False) and head == "lm" else 0.0
 
 
 def links(model: LanguageModel) -> Links:
@@ -46,13 +53,22 @@ def links(model: LanguageModel) -> Links:
     for i, config in enumerate(model.blocks):
         theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"
         yield from block_links(theirs, ours)
-        moe = f"{theirs}.block_sparse_moe"
-        yield Link((f"{moe}.gate.weight",), (f"{ours}.ffn.router",), flip=True)
-        n_experts = 0 if config.experts is None else config.experts.n_experts
-        for part, leaf in PARTS:
-            each = [f"{moe}.experts.{e}.{part}" for e in range(n_experts)]
-            yield from experts(each, f"{ours}.ffn.{leaf}")
+        yield from mixture_links(f"{theirs}.block_sparse_moe", f"{ours}.ffn", config, PARTS)
     yield from top_links()
+
+
+def mixture_links(
+    theirs: str, ours: str, config: BlockConfig, parts: Iterable[tuple[str, str]]
+) -> Links:
+    """Yield the links of a router and of experts that have a tensor each.
+
+    parts: the name of each linear map of an expert, and of its leaf
+    """
+    yield Link((f"{theirs}.gate.weight",), (f"{ours}.router",), flip=True)
+    n_experts = 0 if config.experts is None else config.experts.n_experts
+    for part, leaf in parts:
+        each = [f"{theirs}.experts.{e}.{part}" for e in range(n_experts)]
+        yield from experts(each, f"{ours}.{leaf}")
 
 
 def links_in_memory(model: LanguageModel) -> Links:

@@ -1,0 +1,93 @@
+"""gpt-oss (arXiv:2508.10925): experts with biases, attention sinks, alternating windows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from xformer.layers import ExpertsConfig
+from xformer.models import LanguageModel
+from xformer.pretrained.config import Config
+from xformer.pretrained.families.llama import (
+    block,
+    block_links,
+    decoder,
+    family,
+    top_links,
+    window,
+    windows,
+)
+from xformer.pretrained.families.mixtral import balancing
+from xformer.pretrained.family import layers
+from xformer.pretrained.names import Link, Links, same
+from xformer.pretrained.rope import rope
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """Return the model of a configuration. By default, layers 0, 2, ... have a sliding window."""
+    c.ignore("hidden_act")  # the experts have the clamped SwiGLU of these two constants
+    c.only("swiglu_alpha", 1.702)
+    c.only("swiglu_limit", 7.0)
+    top_k = c.integer("num_experts_per_tok", low=1, high=1024, default=4)
+    c.unread("experts_per_token", top_k)  # in the published files, as the next one
+    c.unread("initial_context_length", 4096)
+    mixture = ExpertsConfig(
+        n_experts=c.integer("num_local_experts", low=1, high=1024, default=128),
+        top_k=top_k,
+        d_ff=c.integer("intermediate_size", low=1),
+        activation="clamped_swiglu",
+        bias=True,
+    )
+    config = block(
+        c,
+        eps=1e-5,
+        kv_heads=8,
+        d_head=64,
+        bias=c.flag("attention_bias", default=True),
+        sinks=True,
+        ffn=mixture,
+    )
+    n_layers, size = layers(c), window(c, default=128)
+    sizes = windows(c, n_layers, size, tuple(i % 2 == 0 for i in range(n_layers)))
+    max_len = c.integer("max_position_embeddings", low=1, default=131072)
+    width = config.attn.head_width
+    return decoder(
+        c,
+        head,
+        tuple(replace(config, attn=replace(config.attn, window=each)) for each in sizes),
+        max_len=max_len,
+        rotary=rope(c, width=width, max_len=max_len, theta=150000.0, default=YARN),
+        load_balancing_weight=balancing(c, head),
+    )
+
+
+def links(model: LanguageModel) -> Links:
+    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+
+    Gate and up of all experts are one tensor (E, D, 2 F), in alternate columns.
+    """
+    yield from same("model.embed_tokens.weight", "embed.table")
+    for i, config in enumerate(model.blocks):
+        theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"
+        yield from block_links(theirs, ours)
+        yield from same(f"{theirs}.self_attn.sinks", f"{ours}.attn.sinks")
+        mlp, ffn = f"{theirs}.mlp", f"{ours}.ffn"
+        yield Link((f"{mlp}.router.weight",), (f"{ffn}.router",), flip=True)
+        yield from same(f"{mlp}.router.bias", f"{ffn}.router_bias")
+        for end in ("", "_bias"):
+            both = (f"{ffn}.gate{end}", f"{ffn}.up{end}")
+            yield Link((f"{mlp}.experts.gate_up_proj{end}",), both, groups=config.ffn.d_ff)
+            yield from same(f"{mlp}.experts.down_proj{end}", f"{ffn}.down{end}")
+    yield from top_links()
+
+
+FAMILY = family("GptOss", build, links)._replace(aliases={"num_experts": "num_local_experts"})

@@ -1,0 +1,27 @@
+"""OLMoE (arXiv:2409.02060): Llama with experts, and a norm of all queries and of all keys."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from xformer.models import LanguageModel
+from xformer.pretrained.config import Config
+from xformer.pretrained.families.llama import block, decoder, family
+from xformer.pretrained.families.mixtral import balancing, links_in_memory
+from xformer.pretrained.families.qwen2_moe import experts, links
+from xformer.pretrained.family import layers
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """Return the model of a configuration."""
+    c.only("clip_qkv", None)
+    mixture = experts(c, 64, 8, c.integer("intermediate_size", low=1))
+    bias = c.flag("attention_bias", default=False)
+    config = block(c, eps=1e-5, bias=bias, qk_norm="all", ffn=mixture)
+    weight = balancing(c, head, 0.01)
+    return decoder(c, head, (config,) * layers(c), max_len=4096, load_balancing_weight=weight)
+
+
+FAMILY = family("Olmoe", build, links)._replace(
+    heads={"OlmoeForCausalLM": "lm", "OlmoeModel": "hidden"}, in_memory=links_in_memory
+)
