@@ -84,8 +84,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"embedding_multiplier": 3.0, "attention_multiplier": 0.3},
         **{"residual_multiplier": 0.22, "logits_scaling": 5.0},
     },
-    "phi3": {"architecture": "Phi3ForCausalLM", **SIZES, "partial_rotary_factor": 0.5},
-    "starcoder2": {"architecture": "Starcoder2ForCausalLM", **SIZES, "sliding_window": 4},
+    "phi3": {
+        "architecture": "Phi3ForCausalLM",
+        **SIZES,
+        **{"partial_rotary_factor": 0.5, "pad_token_id": 0},
+    },
+    "starcoder2": {
+        "architecture": "Starcoder2ForCausalLM",
+        **SIZES,
+        **{"sliding_window": 4, "tie_word_embeddings": False},
+    },
+    "cohere": {"architecture": "CohereForCausalLM", **SIZES, "logit_scale": 0.3},
 }
 CONFIGS["gpt_neox"].pop("num_key_value_heads")
 ROUTED = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 11}

@@ -33,7 +33,14 @@ pytestmark = only(*ON_DEVICE)
 RAGGED = [[5, 6, 7, 8, 9], [3], [30, 31, 32]]
 EVEN = [[5, 6, 7], [3, 4, 5]]
 GPT = xf.GPT(vocab_size=37, n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, max_len=300)
-ROLLING = ("mistral", "qwen2", "gemma2", "gemma3_text", "smollm3")  # layers have windows
+ROLLING = (
+    "mistral",
+    "qwen2",
+    "gemma2",
+    "gemma3_text",
+    "smollm3",
+    "starcoder2",
+)  # layers have windows
 WITHIN = {"float32": 2e-5, "bfloat16": 2.0**-6, "float16": 2.0**-9}  # of the largest number
 
 

@@ -75,6 +75,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Phi3": LLAMA | {"sliding_window": 4},
     "Starcoder2": LLAMA | {"sliding_window": 4},
+    "Cohere": LLAMA | {"logit_scale": 0.3},
 }
 LATENT: dict[str, Any] = LLAMA | {
     "num_hidden_layers": 3,
@@ -95,7 +96,7 @@ LATENT_FAMILIES = {  # all heads have keys of their own
 }
 FAMILIES |= LATENT_FAMILIES
 CLASSES_OF = {"Gemma3": "Gemma3Text"}  # the names of classes, but for the language model
-WITHOUT_CLASSIFIER = ("Granite", "Olmoe")
+WITHOUT_CLASSIFIER = ("Granite", "Olmoe", "Cohere")
 LM, CLASSES, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
 FULL, SLIDING = "full_attention", "sliding_attention"
 BY_TYPE = {
@@ -326,6 +327,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "Starcoder2": [
         {"use_bias": False, "norm_epsilon": 0.1},
         {"sliding_window": None, "hidden_act": "gelu", "head_dim": 6},
+    ],
+    "Cohere": [
+        {"attention_bias": True, "layer_norm_eps": 0.1},
+        {"hidden_act": "gelu", "logit_scale": 1.0, "head_dim": 6},
     ],
 }
 

@@ -68,6 +68,8 @@ def test_what_they_describe() -> None:
     phi = described("Phi-4-mini-instruct").rotary
     assert (phi.width, phi.original_max_len, phi.stretch) == (96, 4096, 32.0)
     assert described("Phi-3-mini-4k-instruct").blocks[0].attn.window == (2046, None)
+    command = described("c4ai-command-r-v01")
+    assert (command.rotary.interleaved, command.head.scale) == (True, 0.0625)
     starcoder = described("starcoder2-3b")
     assert (starcoder.embed.dropout, starcoder.blocks[0].dropout) == (0.1, 0.1)
     assert starcoder.head.tied and starcoder.blocks[0].ffn.activation == "gelu_tanh"
@@ -167,6 +169,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "original_max_position_embeddings must be 4096, got 8192",
     ),
     ("Phi-4-mini-instruct", {"partial_rotary_factor": 1.5}, "must be more than 0 and at most 1"),
+    ("c4ai-command-r-v01", {"use_qk_norm": True}, "use_qk_norm must be False, got True"),
     # Numbers that do not fit together
     ("gpt2", {"n_head": 5}, "n_heads = 5 must divide d_model = 768"),
     ("gpt2", {"n_head": 1024}, "n_heads = 1024 must divide d_model = 768"),

@@ -12,6 +12,7 @@ _ATTRIBUTES = {
     "albert": "albert.FAMILY",
     "bert": "bert.FAMILY",
     "camembert": "camembert.FAMILY",
+    "cohere": "cohere.FAMILY",
     "deepseek_v2": "deepseek_v2.FAMILY",
     "deepseek_v3": "deepseek_v3.FAMILY",
     "distilbert": "distilbert.FAMILY",
