@@ -41,6 +41,10 @@ LATENT = SIZES | {"num_key_value_heads": 3}
 LATENT |= {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5}
 LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 7}
 LATENT |= {"first_k_dense_replace": 1}
+EVERY_SECOND: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 4,
+}
 # Hugging Face's names of families -> configurations.
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"architecture": "GPT2LMHeadModel", **GPT2},
@@ -94,7 +98,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **SIZES,
         **{"sliding_window": 4, "tie_word_embeddings": False},
     },
+    "olmo3": {"architecture": "Olmo3ForCausalLM", **SIZES, **EVERY_SECOND},
     "cohere": {"architecture": "CohereForCausalLM", **SIZES, "logit_scale": 0.3},
+    "cohere2": {"architecture": "Cohere2ForCausalLM", **SIZES, **EVERY_SECOND, "logit_scale": 0.3},
 }
 CONFIGS["gpt_neox"].pop("num_key_value_heads")
 ROUTED = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 11}

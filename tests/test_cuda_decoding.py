@@ -40,6 +40,8 @@ ROLLING = (
     "gemma3_text",
     "smollm3",
     "starcoder2",
+    "olmo3",
+    "cohere2",
 )  # layers have windows
 WITHIN = {"float32": 2e-5, "bfloat16": 2.0**-6, "float16": 2.0**-9}  # of the largest number
 

@@ -75,7 +75,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Phi3": LLAMA | {"sliding_window": 4},
     "Starcoder2": LLAMA | {"sliding_window": 4},
+    "Olmo3": LLAMA | {"sliding_window": 4, "num_hidden_layers": 4},
     "Cohere": LLAMA | {"logit_scale": 0.3},
+    "Cohere2": LLAMA | {"logit_scale": 0.3, "sliding_window": 4, "num_hidden_layers": 4},
 }
 LATENT: dict[str, Any] = LLAMA | {
     "num_hidden_layers": 3,
@@ -96,7 +98,7 @@ LATENT_FAMILIES = {  # all heads have keys of their own
 }
 FAMILIES |= LATENT_FAMILIES
 CLASSES_OF = {"Gemma3": "Gemma3Text"}  # the names of classes, but for the language model
-WITHOUT_CLASSIFIER = ("Granite", "Olmoe", "Cohere")
+WITHOUT_CLASSIFIER = ("Granite", "Olmoe", "Cohere", "Cohere2")
 LM, CLASSES, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
 FULL, SLIDING = "full_attention", "sliding_attention"
 BY_TYPE = {
@@ -332,6 +334,19 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"attention_bias": True, "layer_norm_eps": 0.1},
         {"hidden_act": "gelu", "logit_scale": 1.0, "head_dim": 6},
     ],
+    "Olmo3": [
+        {"attention_bias": True, "rms_norm_eps": 0.1},
+        {"hidden_act": "gelu", "head_dim": 6, "layer_types": [FULL, SLIDING, FULL, FULL]},
+        {"rope_parameters": BY_TYPE},
+        {"rope_parameters": BY_TYPE | {SLIDING: None}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 500000.0},
+    ],
+    "Cohere2": [
+        {"attention_bias": True, "layer_norm_eps": 0.1, "sliding_window_pattern": 2},
+        {"hidden_act": "gelu", "head_dim": 6, "layer_types": [FULL, SLIDING, FULL, FULL]},
+        {"layer_types": [FULL] * 4},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 30.0}},
+    ],
 }
 
 
@@ -386,8 +401,9 @@ def version_4(config: dict[str, Any], key: str = "rope_type") -> dict[str, Any]:
     old = {name: value for name, value in config.items() if name != "rope_parameters"}
     if "rope_parameters" in config:
         part = dict(config["rope_parameters"])
-        if SLIDING in part:  # Gemma 3, where rope_scaling is of layers without a window
-            old["rope_local_base_freq"] = part[SLIDING]["rope_theta"]
+        if SLIDING in part:  # Gemma 3 and OLMo 3: rope_scaling is of layers without a window
+            if config["model_type"] == "gemma3_text":
+                old["rope_local_base_freq"] = part[SLIDING]["rope_theta"]
             part = dict(part[FULL])
         old["rope_theta"], scaling = part.pop("rope_theta"), part.pop("rope_type")
         old["rope_scaling"] = None if scaling == "default" else {key: scaling} | part
@@ -440,7 +456,7 @@ def test_rotary_scalings_as_of_version_4(name: str, key: str, tmp_path: Path) ->
     prove(tmp_path, "Llama", version_4(rotary(name), key), length=ORIGINAL + 5)
 
 
-OWN_ROPE = ("GPT2", "Phi3")
+OWN_ROPE = ("GPT2", "Phi3", "Gemma3", "Olmo3")
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in (*OWN_ROPE, "Llama")])

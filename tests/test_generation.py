@@ -28,6 +28,8 @@ WINDOWS = (
     "gemma3_text",
     "smollm3",
     "starcoder2",
+    "olmo3",
+    "cohere2",
 )  # layers have windows
 PROMPTS = [[5, 6, 7, 8, 9], [3], [30, 31, 32]]
 WARM = compose(temperature(1.5), top_p(0.95))

@@ -70,6 +70,14 @@ def test_what_they_describe() -> None:
     assert described("Phi-3-mini-4k-instruct").blocks[0].attn.window == (2046, None)
     command = described("c4ai-command-r-v01")
     assert (command.rotary.interleaved, command.head.scale) == (True, 0.0625)
+    olmo3 = described("Olmo-3-1025-7B")
+    windows = [block.attn.window for block in olmo3.blocks]
+    assert windows == [*[(4095, None)] * 3, None] * 8
+    assert [turned.scaling for turned in olmo3.rotary] == [*["none"] * 3, "yarn"] * 8
+    r7b = described("c4ai-command-r7b-12-2024")
+    assert [block.attn.window for block in r7b.blocks] == windows
+    turned = RopeConfig(128, 50000.0, interleaved=True)
+    assert r7b.rotary == (turned, turned, turned, None) * 8
     starcoder = described("starcoder2-3b")
     assert (starcoder.embed.dropout, starcoder.blocks[0].dropout) == (0.1, 0.1)
     assert starcoder.head.tied and starcoder.blocks[0].ffn.activation == "gelu_tanh"
@@ -170,6 +178,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("Phi-4-mini-instruct", {"partial_rotary_factor": 1.5}, "must be more than 0 and at most 1"),
     ("c4ai-command-r-v01", {"use_qk_norm": True}, "use_qk_norm must be False, got True"),
+    ("Olmo-3-1025-7B", {"rope_theta": 10000.0}, "rope_theta must be 500000.0, got 10000.0"),
+    (
+        "Olmo-3-1025-7B",
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}},
+        "rope_parameters must be an object for each of full_attention, sliding_attention",
+    ),
     # Numbers that do not fit together
     ("gpt2", {"n_head": 5}, "n_heads = 5 must divide d_model = 768"),
     ("gpt2", {"n_head": 1024}, "n_heads = 1024 must divide d_model = 768"),

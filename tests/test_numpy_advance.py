@@ -35,7 +35,7 @@ LEFT = {
     "alibi",
     "shaw",
 }
-LEFT |= {"bare blocks", "cohere", "olmo2"}
+LEFT |= {"bare blocks", "cohere", "cohere2", "olmo2", "olmo3"}
 LEFT |= {"relative bias", "post-norm"}
 WIDE = block_config(24, 4, 40, n_kv_heads=2, d_head=10, d_value=6, norm="rms", norm_offset=1.0)
 FORMS = {

@@ -245,7 +245,7 @@ def inputs(seed: int = 1) -> tuple[NDArray[Any], NDArray[Any]]:
     return rng.integers(0, V, (2, 6)), rng.integers(0, V, (2, 6))
 
 
-REFUSED = ("bare blocks", "olmo2")  # the heads' output; norms of all heads
+REFUSED = ("bare blocks", "olmo2", "olmo3")  # the heads' output; norms of all heads
 FAMILIES = [name for name in NAMES if name not in REFUSED]
 
 

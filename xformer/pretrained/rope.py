@@ -63,8 +63,8 @@ def rope_by_type(
 ) -> dict[str, RopeConfig]:
     """The RoPE configuration of each type of layer, for heads of `width` channels.
 
-    It reads `rope_parameters` with an object for each type (transformers 5), or the bases and
-    `rope_scaling` (transformers 4). All channels are rotated.
+    It reads `rope_parameters`, which must have an object for each type (transformers 5), or the
+    bases and `rope_scaling` (transformers 4). All channels are rotated.
 
     thetas: type of layer -> the family's default base
     names: type of layer -> the key of its base outside the parameters
@@ -74,6 +74,8 @@ def rope_by_type(
     """
     none = Config({}, f"{c.where}: rope_parameters")
     found, scaling = c.sub("rope_parameters") or none, c.sub("rope_scaling") or none
+    if any(not isinstance(value, dict | None) for value in found.data.values()):
+        raise c.refused("rope_parameters", f"an object for each of {', '.join(thetas)}")
     if found.data and scaling.data:
         raise c.refused("rope_scaling", "absent beside rope_parameters")
     ropes = {}

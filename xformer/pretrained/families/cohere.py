@@ -23,7 +23,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     c.unread("pretraining_tp", 1)
     c.unread("model_max_length", c.data.get("model_max_length"))
     config = side_by_side(c)
-    return tied(c, head, (config,) * layers(c), rotary=interleaved(c, config))
+    return tied(c, head, (config,) * layers(c), rotary=interleaved(c, config, 500000.0))
 
 
 def side_by_side(c: Config) -> BlockConfig:
@@ -37,10 +37,10 @@ def side_by_side(c: Config) -> BlockConfig:
     )
 
 
-def interleaved(c: Config, config: BlockConfig) -> RopeConfig:
-    """Return RoPE of the pairs of channels (2i, 2i + 1)."""
+def interleaved(c: Config, config: BlockConfig, theta: float) -> RopeConfig:
+    """Return RoPE of the pairs of channels (2i, 2i + 1). theta: the family's default base."""
     max_len = c.integer("max_position_embeddings", low=1, default=MAX_LEN)
-    turned = rope(c, width=config.attn.head_width, max_len=max_len, theta=500000.0)
+    turned = rope(c, width=config.attn.head_width, max_len=max_len, theta=theta)
     return replace(turned, interleaved=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
@@ -15,6 +14,7 @@ from xformer.pretrained.families.llama import (
     gated,
     top_links,
     window,
+    windowed,
     windows,
 )
 from xformer.pretrained.family import activation, layers
@@ -44,7 +44,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     return decoder(
         c,
         head,
-        tuple(replace(config, attn=replace(config.attn, window=size)) for size in sizes),
+        windowed(config, sizes),
         max_len=8192,
         tied=True,
         embed_scale=config.d_model**0.5,

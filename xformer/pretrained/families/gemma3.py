@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import gemma2
-from xformer.pretrained.families.llama import block, decoder, family, gated, window, windows
+from xformer.pretrained.families.llama import (
+    FULL,
+    SLIDING,
+    block,
+    decoder,
+    family,
+    gated,
+    window,
+    windowed,
+    windows,
+)
 from xformer.pretrained.family import activation, layers
 from xformer.pretrained.names import Links, norm
 from xformer.pretrained.rope import rope_by_type
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
@@ -56,7 +63,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     return decoder(
         c,
         head,
-        tuple(replace(config, attn=replace(config.attn, window=size)) for size in sizes),
+        windowed(config, sizes),
         max_len=max_len,
         tied=True,
         embed_scale=config.d_model**0.5,

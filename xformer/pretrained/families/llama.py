@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from xformer.layers import (
@@ -19,6 +20,8 @@ from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm, same
 from xformer.pretrained.rope import rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
@@ -140,12 +143,17 @@ def windows(c: Config, n_layers: int, sliding: Any, default: tuple[bool, ...]) -
 
     default: whether each layer has a window, if the key `layer_types` is missing
     """
-    choices = ("full_attention", "sliding_attention")
+    choices = (FULL, SLIDING)
     kinds = c.texts("layer_types", choices=choices, length=n_layers, default=None)
-    slides = default if kinds is None else tuple(kind == choices[1] for kind in kinds)
+    slides = default if kinds is None else tuple(kind == SLIDING for kind in kinds)
     if any(slides) and sliding is None:
         raise c.refused("layer_types", "full_attention where there is no sliding window")
     return tuple(sliding if is_sliding else None for is_sliding in slides)
+
+
+def windowed(config: BlockConfig, sizes: tuple[Any, ...]) -> tuple[BlockConfig, ...]:
+    """Return the blocks of all layers: `config` with the window of each layer."""
+    return tuple(replace(config, attn=replace(config.attn, window=size)) for size in sizes)
 
 
 def links(model: LanguageModel) -> Links:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from xformer.layers import BlockConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families.llama import (
@@ -20,9 +21,13 @@ from xformer.pretrained.names import Links, norm, same
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration."""
+    return decoder(c, head, (block_of(c),) * layers(c))
+
+
+def block_of(c: Config) -> BlockConfig:
+    """Return a block with norms of the outputs, and of all heads of queries and keys."""
     bias = c.flag("attention_bias", default=False)
-    config = block(c, eps=1e-5, norm_placement="output", bias=bias, qk_norm="all")
-    return decoder(c, head, (config,) * layers(c))
+    return block(c, eps=1e-5, norm_placement="output", bias=bias, qk_norm="all")
 
 
 def links(model: LanguageModel) -> Links:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from xformer.layers import BlockConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import block, decoder, family, window, windows
+from xformer.pretrained.families.llama import (
+    block,
+    decoder,
+    family,
+    window,
+    windowed,
+    windows,
+)
 from xformer.pretrained.family import layers
 
 
@@ -29,8 +35,7 @@ def sliding(c: Config, config: BlockConfig) -> tuple[BlockConfig, ...]:
     size = size if c.flag("use_sliding_window", default=False) else None
     first = c.integer("max_window_layers", default=28)
     slides = tuple(size is not None and i >= first for i in range(n_layers))
-    sizes = windows(c, n_layers, size, slides)
-    return tuple(replace(config, attn=replace(config.attn, window=size)) for size in sizes)
+    return windowed(config, windows(c, n_layers, size, slides))
 
 
 FAMILY = family("Qwen2", build)

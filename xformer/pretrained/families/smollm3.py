@@ -7,7 +7,15 @@ from dataclasses import replace
 
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import block, decoder, family, gated, window, windows
+from xformer.pretrained.families.llama import (
+    block,
+    decoder,
+    family,
+    gated,
+    window,
+    windowed,
+    windows,
+)
 from xformer.pretrained.family import layers
 
 
@@ -23,8 +31,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     size = size if c.flag("use_sliding_window", default=False) else None
     slides = tuple(size is not None and not turned for turned in has_rope)
     sizes = windows(c, len(has_rope), size, slides)
-    blocks = tuple(replace(config, attn=replace(config.attn, window=each)) for each in sizes)
-    model = decoder(c, head, blocks, max_len=32768, theta=2e6, tied=True)
+    model = decoder(c, head, windowed(config, sizes), max_len=32768, theta=2e6, tied=True)
     one = model.rotary
     return replace(model, rotary=tuple(one if turned else None for turned in has_rope))
 
