@@ -226,6 +226,8 @@ def _encoders(case: Any) -> Iterator[Case]:
     plain = TokenClassifier(3, bias=False)
     yield case("token classifier, no bias", blocks, "forward", PADDED, head=plain, **bert)
     bare: Options = {"dense_bias": False, "norm": NormConfig(bias=False)}
+    named = TokenClassifier(3, dropout=0.3, dense="gelu", **bare)
+    yield case("token classifier, norm", blocks, keywords=dropped, labels=3, head=named, **bert)
     modern = Classifier(3, "mean", dense="gelu", dropout=0.2, **bare)
     yield case(
         "classifier, mean, norm", blocks, keywords=PADDED | dropped, labels=3, head=modern, **bert

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         MaskedLMHeadParams,
         Pooler,
         TokenClassifier,
+        TokenClassifierParams,
     )
     from xformer.models.language_model import LanguageModel, LanguageModelParams
     from xformer.models.lm_head import LMHead
@@ -36,6 +37,7 @@ __all__ = [
     "Pooler",
     "SegmentMemory",
     "TokenClassifier",
+    "TokenClassifierParams",
     "Transformer",
 ]
 
@@ -43,7 +45,10 @@ later(
     __name__,
     encoder_decoder="EncoderDecoder EncoderDecoderParams",
     gpt="GPT",
-    heads="Classifier ClassifierParams Head MaskedLMHead MaskedLMHeadParams Pooler TokenClassifier",
+    heads=(
+        "Classifier ClassifierParams Head MaskedLMHead MaskedLMHeadParams Pooler TokenClassifier "
+        "TokenClassifierParams"
+    ),
     language_model="LanguageModel LanguageModelParams",
     lm_head="LMHead",
     segment_memory="SegmentMemory",

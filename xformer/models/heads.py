@@ -164,10 +164,7 @@ class Classifier:
         plain_numbers(self)
         require_sizes("Classifier", 1, n_labels=self.n_labels)
         require_one_of("Classifier: token", self.token, POOLINGS)
-        if self.dense is not None:
-            require_activation("Classifier", self.dense)
-        elif self.norm is not None or not self.dense_bias:
-            raise ValueError("Classifier: norm and dense_bias need dense, got None")
+        _require_dense("Classifier", self)
         for name in ("dense_dropout", "dropout"):
             number("Classifier", name, getattr(self, name), low=0, high=1)
 
@@ -175,10 +172,7 @@ class Classifier:
         self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal
     ) -> ClassifierParams:
         """Initial parameters."""
-        dense = None
-        if self.dense is not None:
-            dense = LinearParams.init(rng, (width, width), draw=draw, bias=self.dense_bias)
-        gains = None if self.norm is None else self.norm.init(rng, width)
+        dense, gains = _init_dense(self, rng, width, draw)
         out = LinearParams.init(rng, (width, self.n_labels), draw=draw, bias=self.bias)
         return ClassifierParams(dense, out, gains)
 
@@ -192,21 +186,16 @@ class Classifier:
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, ClassifierCache]:
         """Logits (B, n_labels). x: (B, T, D)   mask: (B, T), True = a token, False = padding."""
-        require_present("Classifier", "params.head.dense", params.dense, self.dense is not None)
-        require_present("Classifier", "params.head.norm", params.norm, self.norm is not None)
         x, pooled = pool(x, pooling=self.token, mask=mask)  # (B, D)
-        dense = act = before = gains = None
-        if self.dense is not None and params.dense is not None:
+        before = None
+        if self.dense is not None:
             rate = 0.0 if dropout_key is None else self.dense_dropout
             x, before = ops.dropout(x, rate=rate, key=dropout_key)
-            x, dense = linear(x, params.dense)
-            x, act = ACTIVATIONS[self.dense](x)
-        if self.norm is not None:
-            x, gains = norm(x, params.norm, config=self.norm)
+        x, *dense = _through_dense("Classifier", self, x, params)
         rate = 0.0 if dropout_key is None else self.dropout
         x, drop = ops.dropout(x, rate=rate, key=dropout_key and dropout_key.at(1))
         logits, out = linear(x, params.out)
-        return logits, ClassifierCache(pooled, before, dense, act, gains, drop, out)
+        return logits, ClassifierCache(pooled, before, *dense, drop, out)
 
     def loss(
         self,
@@ -249,11 +238,8 @@ class ClassifierCache(NamedTuple):
         """Gradients of x and params, and None: the table is not used."""
         dx, dout = self.out.backward(dlogits)
         dx = self.drop.backward(dx)
-        ddense = dnorm = None
-        if self.norm is not None:
-            dx, dnorm = self.norm.backward(dx)
-        if self.dense is not None:
-            dx, ddense = self.dense.backward(self.act.backward(dx))
+        dx, ddense, dnorm = _dense_backward(self, dx)
+        if self.before is not None:
             dx = self.before.backward(dx)
         return self.pool.backward(dx), ClassifierParams(ddense, dout, dnorm), None
 
@@ -262,29 +248,36 @@ class ClassifierCache(NamedTuple):
 class TokenClassifier:
     """Logits of each token: x w + b, for named entities and other labels of tokens.
 
-    dropout: before w.
+    With a dense layer, norm(act(x w_dense + b_dense)) w + b (ModernBERT); dense, dense_bias, norm:
+    of `Classifier`. dropout: before w. ValueError for options that do not fit together.
     """
 
     n_labels: int
     bias: bool = True
     dropout: float = 0.0
+    dense: str | None = None
+    dense_bias: bool = True
+    norm: NormConfig | None = None
     of_tokens: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         plain_numbers(self)
         require_sizes("TokenClassifier", 1, n_labels=self.n_labels)
         number("TokenClassifier", "dropout", self.dropout, low=0, high=1)
+        _require_dense("TokenClassifier", self)
 
     def init(
         self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal
-    ) -> LinearParams:
+    ) -> TokenClassifierParams:
         """Initial parameters."""
-        return LinearParams.init(rng, (width, self.n_labels), draw=draw, bias=self.bias)
+        dense, gains = _init_dense(self, rng, width, draw)
+        out = LinearParams.init(rng, (width, self.n_labels), draw=draw, bias=self.bias)
+        return TokenClassifierParams(out.w, out.b, dense, gains)
 
     def forward(
         self,
         x: Array,
-        params: LinearParams,
+        params: TokenClassifierParams,
         table: Array,
         *,
         mask: Array | None = None,
@@ -296,7 +289,7 @@ class TokenClassifier:
     def loss(
         self,
         x: Array,
-        params: LinearParams,
+        params: TokenClassifierParams,
         table: Array,
         *,
         targets: Array,
@@ -311,26 +304,89 @@ class TokenClassifier:
         return self._topped(partial(linear_loss, targets, options), x, params, dropout_key)
 
     def _topped(
-        self, top: Top, x: Array, params: LinearParams, dropout_key: ops.RandomKey | None
+        self, top: Top, x: Array, params: TokenClassifierParams, dropout_key: ops.RandomKey | None
     ) -> tuple[Array, TokenClassifierCache]:
-        """top(dropout(x), params), with its cache."""
+        """top(dropout(x), LinearParams(w, b)), with its cache. x: after the dense layer, if any."""
+        x, *dense = _through_dense("TokenClassifier", self, x, params)
         rate = 0.0 if dropout_key is None else self.dropout
         x, drop = ops.dropout(x, rate=rate, key=dropout_key)
-        y, cache = top(x, params)
-        return y, TokenClassifierCache(drop, cache)
+        y, cache = top(x, LinearParams(params.w, params.b))
+        return y, TokenClassifierCache(*dense, drop, cache)
+
+
+@short
+class TokenClassifierParams(NamedTuple):
+    """Parameters of a TokenClassifier."""
+
+    w: Array  # (D, n_labels)
+    b: Array | None  # (n_labels,)
+    dense: LinearParams | None = None  # (D, D)
+    norm: NormParams | None = None  # (D,)
 
 
 @short
 class TokenClassifierCache(NamedTuple):
     """Saved by `TokenClassifier.forward` and `loss` for backward. For a loss, dy is dloss."""
 
+    dense: Any  # of `layers.linear`; None, like act and norm, without it
+    act: Any  # of the activation
+    norm: Any  # of `layers.norm`
     drop: Any  # of `ops.dropout`
     top: Any  # of `layers.linear`, or of its loss
 
-    def backward(self, dy: Array) -> tuple[Array, LinearParams, None]:
+    def backward(self, dy: Array) -> tuple[Array, TokenClassifierParams, None]:
         """Gradients of x and params, and None: the table is not used."""
-        dx, dparams = self.top.backward(dy)
-        return self.drop.backward(dx), dparams, None
+        dx, (dw, db) = self.top.backward(dy)
+        dx, ddense, dnorm = _dense_backward(self, self.drop.backward(dx))
+        return dx, TokenClassifierParams(dw, db, ddense, dnorm), None
+
+
+def _require_dense(op: str, head: Classifier | TokenClassifier) -> None:
+    """ValueError unless the options of the dense layer fit together."""
+    if head.dense is not None:
+        require_activation(op, head.dense)
+    elif head.norm is not None or not head.dense_bias:
+        raise ValueError(f"{op}: norm and dense_bias need dense, got None")
+
+
+def _init_dense(
+    head: Classifier | TokenClassifier, rng: Generator, width: int, draw: Draw
+) -> tuple[LinearParams | None, NormParams | None]:
+    """Initial parameters of the dense layer and its norm, or None."""
+    dense = None
+    if head.dense is not None:
+        dense = LinearParams.init(rng, (width, width), draw=draw, bias=head.dense_bias)
+    return dense, None if head.norm is None else head.norm.init(rng, width)
+
+
+def _through_dense(
+    op: str,
+    head: Classifier | TokenClassifier,
+    x: Array,
+    params: ClassifierParams | TokenClassifierParams,
+) -> tuple[Array, Any, Any, Any]:
+    """norm(act(x w_dense + b_dense)), or x without a dense layer; and the cache of each step."""
+    require_present(op, "params.head.dense", params.dense, head.dense is not None)
+    require_present(op, "params.head.norm", params.norm, head.norm is not None)
+    dense = act = gains = None
+    if head.dense is not None and params.dense is not None:
+        x, dense = linear(x, params.dense)
+        x, act = ACTIVATIONS[head.dense](x)
+    if head.norm is not None and params.norm is not None:
+        x, gains = norm(x, params.norm, config=head.norm)
+    return x, dense, act, gains
+
+
+def _dense_backward(
+    cache: ClassifierCache | TokenClassifierCache, dx: Array
+) -> tuple[Array, LinearParams | None, NormParams | None]:
+    """Gradients of x and of the parameters of the dense layer and its norm."""
+    ddense = dnorm = None
+    if cache.norm is not None:
+        dx, dnorm = cache.norm.backward(dx)
+    if cache.dense is not None:
+        dx, ddense = cache.dense.backward(cache.act.backward(dx))
+    return dx, ddense, dnorm
 
 
 @dataclass(frozen=True)

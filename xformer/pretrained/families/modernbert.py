@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
-from xformer.models import Classifier, Head, LanguageModel, MaskedLMHead
+from xformer.models import Classifier, Head, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
 from xformer.pretrained.families.gemma3 import FULL, SLIDING
 from xformer.pretrained.families.llama import windows
@@ -94,9 +95,11 @@ def head_of(c: Config, head: str, config: NormConfig) -> Head | None:
     out_bias = c.flag("decoder_bias", default=True)
     if head == "masked-lm":
         return MaskedLMHead(act, config.eps, tied, bias, config.bias, out_bias)
+    options: dict[str, Any] = {"dropout": dropout, "dense_bias": bias, "norm": config}
     if head == "classifier":
-        options = {"dropout": dropout, "dense_bias": bias, "norm": config}
         return Classifier(c.labels(), token, act, **options)
+    if head == "token_classifier":
+        return TokenClassifier(c.labels(), dense=act, **options)
     return None
 
 
@@ -119,15 +122,18 @@ def links(model: LanguageModel) -> Links:
     yield from norm("model.final_norm", "stack.norm")
     yield from linear("head.dense", "head.dense")
     yield from norm("head.norm", "head.norm")
-    yield Link(("decoder.weight",), ("head.w",), True)
-    yield from same("decoder.bias", "head.b")
-    yield from linear("classifier", "head.out")
+    if isinstance(model.head, Classifier):
+        yield from linear("classifier", "head.out")
+    else:
+        out = "classifier" if isinstance(model.head, TokenClassifier) else "decoder"
+        yield from linear(out, "head")
 
 
 FAMILY = Family(
     heads={
         "ModernBertForMaskedLM": "masked-lm",
         "ModernBertForSequenceClassification": "classifier",
+        "ModernBertForTokenClassification": "token_classifier",
         "ModernBertModel": "hidden",
     },
     build=build,
