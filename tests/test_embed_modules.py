@@ -134,6 +134,47 @@ def test_dense_modules(tmp_path: Path, activation: str) -> None:
     np.testing.assert_allclose(ours(folder, truncate_dim=5), want, rtol=0, atol=TOLERANCE)
 
 
+GEMMA = BERT | {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3TextModel"],
+    "head_dim": 6,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "sliding_window": 4,  # two tokens on either side
+    "sliding_window_pattern": 2,
+    "use_bidirectional_attention": True,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_embeddinggemma(tmp_path: Path, side: str) -> None:
+    """Its folder: a bidirectional Gemma 3, two Dense modules, prompts; padding on either side.
+
+    transformers computes norms and angles in float32.
+    """
+    write_model(tmp_path, GEMMA)
+    write_special_tokenizer(tmp_path)
+    inner = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    write(
+        tmp_path,
+        tokenizer_config=inner | {"padding_side": side},
+        modules=chain("Transformer", "Pooling", "Dense", "Dense", "Normalize"),
+        config_sentence_transformers={"prompts": PROMPTS, "default_prompt_name": None},
+        sentence_bert_config={"max_seq_length": 20, "do_lower_case": False},
+        **{"1_Pooling__config": {"word_embedding_dimension": 12, "pooling_mode_mean_tokens": True}},
+    )
+    identity = "torch.nn.modules.linear.Identity"
+    write_dense(tmp_path / "2_Dense", (12, 17), identity, bias=False)
+    write_dense(tmp_path / "3_Dense", (17, 12), identity, bias=False)
+    for name in (None, "query", "passage"):
+        want = judged(tmp_path, TEXTS, **({} if name is None else {"prompt_name": name}))
+        np.testing.assert_allclose(ours(tmp_path, name), want, rtol=0, atol=1e-5)
+    short = ours(tmp_path, "query", truncate_dim=5)
+    want = judged(tmp_path, TEXTS, prompt_name="query", truncate_dim=5, normalize=True)
+    np.testing.assert_allclose(short, want, rtol=0, atol=1e-5)
+
+
 def test_a_prompt_given_as_a_text(tmp_path: Path) -> None:
     folder = write_sentences(tmp_path, {"pooling_mode": "mean", "include_prompt": False})
     want = judged(folder, TEXTS, prompt="then why ")
