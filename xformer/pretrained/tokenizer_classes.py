@@ -39,6 +39,7 @@ class Kind(NamedTuple):
     rules: sets the normaliser, the pre-tokeniser and the decoder.
     around: sets the post-processor; None keeps the one of tokenizer.json.
     extra: returns further special tokens, unless the files name some.
+    strips: its mask token includes the spaces before it, whatever its text.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Kind(NamedTuple):
     rules: Rules
     around: Rules | None = None
     extra: Callable[[Config], list[str]] | None = None
+    strips: bool = False
 
 
 def of_class(kind: Kind, source: Any, config: Config) -> Any:
@@ -314,7 +316,9 @@ KINDS = {
     "GPT2Tokenizer": Kind(
         "BPE", _same("bos", "eos", "unk", token=END) | _same("pad", token=None), _byte_level
     ),
-    "MPNetTokenizer": Kind("WordPiece", _ROBERTA | {"unk_token": "[UNK]"}, _bert, _roberta_ends),
+    "MPNetTokenizer": Kind(
+        "WordPiece", _ROBERTA | {"unk_token": "[UNK]"}, _bert, _roberta_ends, strips=True
+    ),
     "RobertaTokenizer": Kind("BPE", _ROBERTA, _byte_level, _roberta_ends),
     "GPTNeoXTokenizer": Kind(
         "BPE",
@@ -349,5 +353,7 @@ KINDS = {
         _albert_ends,
     ),
     "XLMRobertaTokenizer": Kind("Unigram", _ROBERTA, _xlm_roberta, _xlm_roberta_ends),
-    "CamembertTokenizer": Kind("Unigram", _ROBERTA, _camembert, _xlm_roberta_ends, _not_used),
+    "CamembertTokenizer": Kind(
+        "Unigram", _ROBERTA, _camembert, _xlm_roberta_ends, _not_used, strips=True
+    ),
 }

@@ -109,7 +109,10 @@ def _finished(source: Any, kind: Kind | None, config: Config) -> Built:
     extra = {}
     if kind is not None and kind.extra is not None and not config.data.keys() & set(EXTRA):
         extra[EXTRA[0]] = kind.extra(config)
-    config = Config({**usual, **extra, **config.data}, config.where)
+    data = {**usual, **extra, **config.data}
+    if kind is not None and kind.strips and isinstance(data["mask_token"], str):
+        data["mask_token"] = {"content": data["mask_token"], "lstrip": True}
+    config = Config(data, config.where)
     inner = source if kind is None else of_class(kind, source, config)
     _add(inner, source, config)
     if kind is not None and kind.around is not None:
