@@ -19,7 +19,7 @@ from xformer.sentences import Dense, Settings, embed, prompts, settings
 
 TOLERANCE = 1e-12  # of float64, in sums of another order
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-OWN = ("first", "max", "mean", "mean_sqrt_len", "weighted_mean", "last")
+OWN = ("first", "max", "mean", "sum", "mean_sqrt_len", "weighted_mean", "last")
 PROMPTS = {"query": "the very good ", "passage": "it was ", "none": ""}
 
 
@@ -233,13 +233,14 @@ def test_pooling_by_formulas() -> None:
                     "first": own[0],
                     "max": own.max(0),
                     "mean": own.mean(0),
+                    "sum": own.sum(0),
                     "mean_sqrt_len": own.sum(0) / len(own) ** 0.5,
                     "weighted_mean": (t * own).sum(0) / t.sum(),
                     "last": own[-1],
                 }[name]
                 np.testing.assert_allclose(y, want, rtol=0, atol=1e-14)
     nothing = layers.pool(x, pooling=OWN, mask=mask, skip=7)[0]
-    assert nothing.shape == (3, 30) and not nothing[:2].any()
+    assert nothing.shape == (3, 35) and not nothing[:2].any()
 
 
 def test_the_maximum_goes_to_the_first_of_equal_tokens() -> None:

@@ -24,6 +24,8 @@ from xformer.catalogue.case import (
 )
 from xformer.catalogue.layers import linear_params, turning
 from xformer.layers.pooling import POOLINGS
+from xformer.layers.splade import POOLINGS as SPLADE_POOLINGS
+from xformer.layers.splade import SATURATIONS
 from xformer.typing import Array
 
 
@@ -39,6 +41,7 @@ def cases() -> Iterator[Case]:
         _stack,
         _embed,
         _pool,
+        _splade,
     ):
         yield from subject()
 
@@ -511,6 +514,25 @@ def _pool() -> Iterator[Case]:
                 return fn, (rng.normal((5, 4, 6)),)
 
             yield Case("layers", f"pool: {note}{', mask' if inputs else ''}", make)
+
+
+def _splade() -> Iterator[Case]:
+    options: list[Options] = [
+        {"pooling": pooling, "saturation": saturation}
+        for pooling in SPLADE_POOLINGS
+        for saturation in SATURATIONS
+    ]
+    for named in options:
+        for inputs in ({}, {"mask": mask((5, 4), DEAD_BATCH)}):
+
+            def make(
+                rng: Generator, backend: Backend, named: Options = named, inputs: Options = inputs
+            ) -> tuple[Function, tuple[Any, ...]]:
+                fn = partial(layers.splade, **named, **drawn(rng, backend, inputs))
+                return fn, (rng.normal((5, 4, 6)),)
+
+            note = ", ".join([*named.values(), *inputs])
+            yield Case("layers", f"splade: {note}", make)
 
 
 def _ids(shape: tuple[int, ...], size: int) -> Draw:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from xformer.layers.residual import parallel, residual
     from xformer.layers.rope_config import RopeConfig
     from xformer.layers.rope_tables import RopeTables, rope_tables
+    from xformer.layers.splade import splade
     from xformer.layers.stack import StackParams, stack
 
 __all__ = [
@@ -97,6 +98,7 @@ __all__ = [
     "residual",
     "rope_tables",
     "sinusoidal",
+    "splade",
     "stack",
 ]
 
@@ -125,5 +127,6 @@ later(
     reversible="",
     rope_config="RopeConfig",
     rope_tables="RopeTables rope_tables",
+    splade="splade",
     stack="StackParams stack",
 )

@@ -19,7 +19,7 @@ from xformer.shapes import STORED, dtype_name
 from xformer.showing import short
 from xformer.typing import Array
 
-POOLINGS = ("mean", "first", "last", "max", "mean_sqrt_len", "weighted_mean")
+POOLINGS = ("mean", "first", "last", "max", "sum", "mean_sqrt_len", "weighted_mean")
 
 
 @renamed.arguments(how="pooling")
@@ -34,7 +34,7 @@ def pool(
 
     x: (B, T, D)   y: (B, D), or (B, n D) for n names; 0 for a sequence without tokens
     pooling: a name, or a tuple of names, whose results are concatenated:
-        "mean"; "first" or "last", one token; "max", of each of the D numbers;
+        "mean"; "sum"; "first" or "last", one token; "max", of each of the D numbers;
         "mean_sqrt_len": the sum divided by sqrt(n) of n tokens;
         "weighted_mean": the weight of the t-th token is t / (1 + ... + n) (arXiv:2202.08904)
     mask: (B, T), True = a token, False = padding; None: no padding
@@ -148,6 +148,8 @@ def _weights(name: str, tokens: Array, kept: Array) -> Array:
         count = xp.cumulative_sum(kept, axis=-1)
         rank = count if name == "first" else count[:, -1:] - count + 1.0  # from 1
         return xp.where(rank == 1.0, kept, xp.zeros_like(kept))
+    if name == "sum":
+        return kept
     shares = xp.cumulative_sum(tokens, axis=-1) * kept if name == "weighted_mean" else kept
     total = xp.sum(shares, axis=-1, keepdims=True)
     total = xp.where(total == 0, 1.0, total)

@@ -11,12 +11,14 @@ from xformer.sentences.embed import embed, similarity
 from xformer.sentences.index import Index, read_index, write_index
 from xformer.sentences.search import Hit, make_index, search
 from xformer.sentences.settings import Settings, prompts, settings
+from xformer.sentences.splade import SpladeSettings, splade, splade_settings
 
 __all__ = [
     "Dense",
     "Hit",
     "Index",
     "Settings",
+    "SpladeSettings",
     "classify",
     "embed",
     "labels",
@@ -26,5 +28,7 @@ __all__ = [
     "search",
     "settings",
     "similarity",
+    "splade",
+    "splade_settings",
     "write_index",
 ]

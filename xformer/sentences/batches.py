@@ -25,7 +25,12 @@ from xformer.tree import value
 NUMPY_TOKENS = 1024
 
 # Caller -> the model that it needs, for a message.
-WANTED = {"embed": "an encoder, such as all-MiniLM-L6-v2, or a decoder", "classify": "a classifier"}
+WANTED = {
+    "embed": "an encoder, such as all-MiniLM-L6-v2, or a decoder",
+    "classify": "a classifier",
+    "splade": "a masked language model",
+    "colbert": "an encoder or a decoder",
+}
 KEPT = 8  # models whose programs are kept
 Progress = Callable[[int], Any]
 Text = str | Sequence[str]  # a text, or a pair of texts

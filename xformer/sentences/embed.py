@@ -49,8 +49,8 @@ def embed(
     model: a LanguageModel
     tokenizer: the model's
     pooling: of `layers.pool` over a text's hidden states: "mean", "first" ("cls"), "last", "max",
-        "mean_sqrt_len", "weighted_mean", or a tuple of them; or BERT's "pooler"; None: "last" for a
-        causal model, whose last token alone depends on the whole text, else "mean"
+        "sum", "mean_sqrt_len", "weighted_mean", or a tuple of them; or BERT's "pooler"; None:
+        "last" for a causal model, whose last token alone depends on the whole text, else "mean"
     modules: Dense modules of the pooled vectors, in this order
     truncate_dim: cut the vectors to this many numbers, before they are normalised
     normalize: scale the vectors to length 1

@@ -15,10 +15,12 @@ from xformer.pretrained.config import MAX, Config
 from xformer.pretrained.reading import PretrainedError, read_json, read_json_list
 from xformer.sentences.dense import Dense, read_dense
 
+LIBRARIES = ("sentence_transformers", "pylate")
 MODULES, WHOLE = "modules.json", "config_sentence_transformers.json"
 LENGTHS = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert"))
 TOKENIZER, TOKENIZER_LIMIT = "tokenizer_config.json", 16 << 20
-KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
+CHAIN = "Transformer Pooling( Dense)*( Normalize)?"
+WANTED = "Transformer, Pooling, perhaps some Dense, perhaps Normalize"
 
 POOLINGS = {  # sentence-transformers -> xformer
     "cls": "first",
@@ -59,16 +61,10 @@ def settings(folder: str | os.PathLike[str], *, prompt_name: str | None = None) 
     not supported.
     """
     root = Path(folder)
-    known, default = _prompts(root / WHOLE)
-    if prompt_name is not None:
-        if not known:
-            raise ValueError(f"settings: {root} has no prompts, got prompt_name {prompt_name!r}")
-        require_one_of("settings: prompt_name", prompt_name, known)
-    name = default if prompt_name is None else prompt_name
-    own = Settings(max_len=_max_len(root), prompt="" if name is None else known[name])
+    own = Settings(max_len=read_max_len(root), prompt=read_prompt(root, prompt_name))
     if not os.path.lexists(root / MODULES):
         return own
-    names, paths = _modules(root / MODULES)
+    names, paths = read_modules(root / MODULES, CHAIN, WANTED)
     pooling, include_prompt = _pooling(root / paths[1] / "config.json")
     if is_normal := names[-1] == "Normalize":
         _require_plain(root / paths[-1] / "config.json")
@@ -92,8 +88,12 @@ def prompts(folder: str | os.PathLike[str]) -> dict[str, str]:
     return _prompts(Path(folder) / WHOLE)[0]
 
 
-def _modules(path: Path) -> tuple[list[str], list[str]]:
-    """The class names and the folders of the modules, in order."""
+def read_modules(path: Path, chain: str, wanted: str) -> tuple[list[str], list[str]]:
+    """The class names and the folders of the modules, in order.
+
+    chain: an expression for the names with spaces between them   wanted: the same, for messages
+    """
+    kinds = list(dict.fromkeys(re.findall(r"\w+", chain)))
     names, paths = [], []
     for i, entry in enumerate(read_json_list(path)):
         where = f"{path}: module {i}"
@@ -106,15 +106,12 @@ def _modules(path: Path) -> tuple[list[str], list[str]]:
         if not re.fullmatch(r"\w[\w.-]*" if i else "", folder):
             raise c.refused("path", "a folder's name" if i else "empty")
         module, _, name = kind.rpartition(".")
-        if module.partition(".")[0] != "sentence_transformers" or name not in KINDS:
-            raise c.refused("type", f"of sentence_transformers, {' or '.join(KINDS)}")
+        if module.partition(".")[0] not in LIBRARIES or name not in kinds:
+            raise c.refused("type", f"of sentence_transformers, {' or '.join(kinds)}")
         names.append(name)
         paths.append(folder)
-    if not re.fullmatch("Transformer Pooling( Dense)*( Normalize)?", " ".join(names)):
-        raise PretrainedError(
-            f"{path}: modules must be Transformer, Pooling, perhaps some Dense, perhaps Normalize, "
-            f"got {', '.join(names):.100}"
-        )
+    if not re.fullmatch(chain, " ".join(names)):
+        raise PretrainedError(f"{path}: modules must be {wanted}, got {', '.join(names):.100}")
     return names, paths
 
 
@@ -145,13 +142,24 @@ def _require_plain(path: Path) -> None:
         c.finish()
 
 
-def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
+def read_prompt(root: Path, name: str | None, kind: str = "SentenceTransformer") -> str:
+    """The prompt called `name` in a model's folder; None: the default one. kind: the model_type."""
+    known, default = _prompts(root / WHOLE, kind)
+    if name is not None:
+        if not known:
+            raise ValueError(f"settings: {root} has no prompts, got prompt_name {name!r}")
+        require_one_of("settings: prompt_name", name, known)
+    name = default if name is None else name
+    return "" if name is None else known[name]
+
+
+def _prompts(path: Path, kind: str = "SentenceTransformer") -> tuple[dict[str, str], str | None]:
     """The named prompts, and the name of the default one; None: no prompt."""
     if not os.path.lexists(path):
         return {}, None
     c = Config(read_json(path), str(path))
     c.ignore("__version__", "similarity_fn_name", "requirements")
-    c.only("model_type", "SentenceTransformer")
+    c.only("model_type", kind)
     default, named = c.text("default_prompt_name", default=None), c.sub("prompts")
     known = {} if named is None else {name: named.text(name, default="") for name in named.data}
     c.finish()
@@ -160,13 +168,13 @@ def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
     return known, default
 
 
-def _max_len(root: Path) -> int | None:
-    """The most tokens of a text; None if no file has it."""
+def read_max_len(root: Path, task: str = "feature-extraction") -> int | None:
+    """The most tokens of a text; None if no file has it. task: of the Transformer module."""
     for name in LENGTHS:
         if os.path.lexists(root / name):
             c = Config(read_json(root / name), str(root / name))
             c.only("do_lower_case", False)
-            c.only("transformer_task", "feature-extraction")
+            c.only("transformer_task", task)
             c.only("module_output_name", "token_embeddings")
             c.ignore("modality_config", "unpad_inputs")
             length = c.integer("max_seq_length", low=1, default=None)
