@@ -143,6 +143,7 @@ PATHS = {
     "finetune": ("--model", "--data", "--out", "--tokenizer"),
     "signal-flow": ("--out",),
     "generate": ("--model", "--tokenizer"),
+    "rank": ("--model", "--tokenizer", "--file"),
     "memory": ("--model",),
     "plot": ("--out",),
     "search": ("--model", "--tokenizer", "--file", "--index"),

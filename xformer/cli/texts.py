@@ -1,4 +1,4 @@
-"""Options and input of the commands that read texts: `embed` and `classify`."""
+"""Options and input of the commands that read texts: `embed`, `classify` and `rank`."""
 
 from __future__ import annotations
 

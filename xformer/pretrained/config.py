@@ -38,7 +38,7 @@ HARMLESS = (
     *("diversity_penalty", "exponential_decay_length_penalty", "no_repeat_ngram_size"),
     *("encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"),
     *("begin_suppress_tokens", "renormalize_logits", "remove_invalid_values"),
-    *("transformers.js_config",),
+    *("transformers.js_config", "sentence_transformers", "sbert_ce_default_activation_function"),
 )
 
 # Keys that could change what the model computes -> the value at which they change nothing.

@@ -1,4 +1,4 @@
-"""Sentence embeddings and text classification: a vector or class probabilities for each text.
+"""Run encoders on texts: vectors, class probabilities, scores of pairs.
 
 folder = "all-MiniLM-L6-v2"
 model, params = pretrained.load(folder)
@@ -9,6 +9,8 @@ from xformer.sentences.classify import classify, labels
 from xformer.sentences.dense import Dense
 from xformer.sentences.embed import embed, similarity
 from xformer.sentences.index import Index, read_index, write_index
+from xformer.sentences.rank import Ranked, rank
+from xformer.sentences.rank_settings import RankSettings, rank_settings
 from xformer.sentences.search import Hit, make_index, search
 from xformer.sentences.settings import Settings, prompts, settings
 from xformer.sentences.splade import SpladeSettings, splade, splade_settings
@@ -17,6 +19,8 @@ __all__ = [
     "Dense",
     "Hit",
     "Index",
+    "RankSettings",
+    "Ranked",
     "Settings",
     "SpladeSettings",
     "classify",
@@ -24,6 +28,8 @@ __all__ = [
     "labels",
     "make_index",
     "prompts",
+    "rank",
+    "rank_settings",
     "read_index",
     "search",
     "settings",

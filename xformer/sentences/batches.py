@@ -30,6 +30,8 @@ WANTED = {
     "classify": "a classifier",
     "splade": "a masked language model",
     "colbert": "an encoder or a decoder",
+    "rank": "a cross-encoder, such as ms-marco-MiniLM-L6-v2",
+    "tag": "a token classifier, such as bert-base-NER",
 }
 KEPT = 8  # models whose programs are kept
 Progress = Callable[[int], Any]
@@ -65,7 +67,7 @@ def by_batch(
     progress: called with the number of texts after each batch
     For the other arguments and errors see `embed`.
     """
-    texts = _listed(what, texts, pairs)
+    texts = listed(what, texts, pairs)
     if not isinstance(prompt, str):
         raise TypeError(f"{what}: prompt must be a string, got {type(prompt).__name__}")
     (batch_size,) = require_sizes(what, 1, batch_size=batch_size)
@@ -102,8 +104,8 @@ def require_language_model(what: str, model: Any) -> None:
         raise ValueError(f"{what}: the model must read tokens, got one that reads vectors")
 
 
-def _listed(what: str, texts: Any, pairs: bool) -> list[Text]:
-    """The texts as a list. TypeError or ValueError for other objects; see `by_batch`."""
+def listed(what: str, texts: Any, pairs: bool = False) -> list[Any]:
+    """`texts` as a list. TypeError or ValueError unless it holds texts; see `by_batch`."""
     if isinstance(texts, str | bytes):
         raise TypeError(f"{what}: texts must be a list of texts, got one text")
     if not isinstance(texts, Iterable):

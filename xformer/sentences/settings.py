@@ -160,22 +160,33 @@ def _prompts(path: Path, kind: str = "SentenceTransformer") -> tuple[dict[str, s
     c = Config(read_json(path), str(path))
     c.ignore("__version__", "similarity_fn_name", "requirements")
     c.only("model_type", kind)
+    found = prompts_of(c)
+    c.finish()
+    return found
+
+
+def prompts_of(c: Config) -> tuple[dict[str, str], str | None]:
+    """The named prompts, and the name of the default one; None: no prompt."""
     default, named = c.text("default_prompt_name", default=None), c.sub("prompts")
     known = {} if named is None else {name: named.text(name, default="") for name in named.data}
-    c.finish()
     if default is not None and default not in known:
         raise c.refused("default_prompt_name", "one of prompts")
     return known, default
 
 
-def read_max_len(root: Path, task: str = "feature-extraction") -> int | None:
-    """The most tokens of a text; None if no file has it. task: of the Transformer module."""
+def read_max_len(
+    root: Path, task: str = "feature-extraction", *, output: str = "token_embeddings"
+) -> int | None:
+    """The most tokens of a text; None if no file has it.
+
+    task, output: the values that transformer_task and module_output_name must have
+    """
     for name in LENGTHS:
         if os.path.lexists(root / name):
             c = Config(read_json(root / name), str(root / name))
             c.only("do_lower_case", False)
             c.only("transformer_task", task)
-            c.only("module_output_name", "token_embeddings")
+            c.only("module_output_name", output)
             c.ignore("modality_config", "unpad_inputs")
             length = c.integer("max_seq_length", low=1, default=None)
             c.finish()

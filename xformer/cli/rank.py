@@ -1,0 +1,58 @@
+"""`xformer rank`: rank texts by a query with a cross-encoder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from xformer.cli.models import opened
+from xformer.cli.texts import add_options, shown, texts_of, watched
+from xformer.sentences import rank, rank_settings
+from xformer.sentences.rank_settings import ACTIVATIONS
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer rank`."""
+    parser = subparsers.add_parser(
+        "rank",
+        help="rank texts by a query",
+        description="Print the scores of texts for a query, by a cross-encoder, the best first.",
+    )
+    parser.add_argument("query", help="a question or other text that the texts are compared with")
+    add_options(parser)
+    parser.add_argument("--top", type=int, metavar="N", help="print the N best (default: all)")
+    how = "of the score (default: the model's setting)"
+    parser.add_argument("--activation", choices=ACTIVATIONS, help=how)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print score, number and text of each text; with --json, one JSON object a text."""
+    texts = texts_of(args)
+    if args.top is not None and args.top < 1:
+        raise ValueError(f"--top must be at least 1, got {args.top}")
+    options = rank_settings(args.model)._asdict()
+    for name in ("activation", "max_len"):
+        if getattr(args, name) is not None:
+            options[name] = getattr(args, name)
+    with watched("ranking", len(texts)) as progress:
+        model, params, tokenizer, *_ = opened(args)
+        found = rank(
+            model,
+            params,
+            tokenizer,
+            args.query,
+            texts,
+            top_k=args.top,
+            batch_size=args.batch,
+            **options,
+            **progress,
+        )
+    width = len(str(len(texts)))
+    for one in found:
+        if args.json:
+            print(json.dumps(one._asdict()))
+        else:
+            print(f"{one.score:8.4f}  {one.index + 1:>{width}}  {shown(one.text)}")
+    return 0

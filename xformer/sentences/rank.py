@@ -1,0 +1,96 @@
+"""Rank documents by a query, with a cross-encoder, which reads both as one text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xformer import ops
+from xformer.checks import require_one_of, require_sizes, require_utf8
+from xformer.compiling import Forward
+from xformer.models import Classifier
+from xformer.models.in_words import in_words
+from xformer.sentences.batches import KEPT, Progress, by_batch, listed, require_language_model
+from xformer.sentences.rank_settings import ACTIVATIONS, activation_of
+from xformer.typing import Array
+
+
+class Ranked(NamedTuple):
+    """A document and its score."""
+
+    index: int  # type: ignore[assignment]  # of the document in the list that was given
+    score: float
+    text: str
+
+
+def rank(
+    model: Any,
+    params: Any,
+    tokenizer: Any,
+    query: str,
+    documents: Sequence[str],
+    *,
+    top_k: int | None = None,
+    activation: str | None = None,
+    max_len: int | None = None,
+    prompt: str = "",
+    batch_size: int = 32,
+    progress: Progress | None = None,
+) -> list[Ranked]:
+    """The documents and their scores, the highest score first.
+
+    score = activation(logit of the pair (prompt + query, document)). Of equal scores, the first
+    document is first. `rank_settings(folder)` has the options that a model was saved with.
+
+    model: a cross-encoder, which is a LanguageModel with a Classifier of one class
+    top_k: the most documents of the result; None: all
+    activation: "sigmoid" or "identity"; None: that of the model's config.json, else "sigmoid"
+    prompt: a text before the query
+    max_len, batch_size, progress, and errors: see `embed`; of a pair that is too long, the longer
+        text is cut
+    ValueError also for another model.
+    """
+    require_language_model("rank", model)
+    if not isinstance(model.head, Classifier) or model.head.n_labels != 1:
+        raise ValueError(
+            f"rank: the model must be a cross-encoder, a classifier of 1 class, got "
+            f"{in_words(model)}"
+        )
+    if not isinstance(query, str):
+        raise TypeError(f"rank: query must be a string, got {type(query).__name__}")
+    require_utf8("rank: query", query)
+    if activation is not None:
+        require_one_of("rank: activation", activation, ACTIVATIONS)
+    if top_k is not None:
+        (top_k,) = require_sizes("rank", 1, top_k=top_k)
+    texts = listed("rank", documents)
+    scores = by_batch(
+        "rank",
+        model,
+        params,
+        tokenizer,
+        [(query, text) for text in texts],
+        _scores(model, activation or activation_of(model.hf_config or {}) or "sigmoid"),
+        1,
+        pairs=True,
+        max_len=max_len,
+        prompt=prompt,
+        batch_size=batch_size,
+        progress=progress,
+    )[:, 0]
+    order = np.argsort(-scores, kind="stable")[:top_k]
+    return [Ranked(int(i), float(scores[i]), texts[i]) for i in order]
+
+
+@lru_cache(KEPT)
+def _scores(model: Any, activation: str) -> Forward:
+    """A function from tokens (B, T), their mask and types to scores (B, 1)."""
+
+    def scores(params: Any, tokens: Array, mask: Array, types: Any = None) -> Array:
+        logits, _ = model.forward(params, tokens, mask=mask, types=types)
+        return ops.sigmoid(logits)[0] if activation == "sigmoid" else logits
+
+    return Forward(scores)
