@@ -132,8 +132,8 @@ class Tokenizer:
         if max_len is None or len(found.ids) <= max_len:
             return whole
         kept = _kept(found.sequence_ids, max_len, self.truncation_side)
-        ids, types, spans, special = ([field[i] for i in kept] for field in whole)
-        return Encoding(ids, types, spans, special)
+        fields: Any = ([field[i] for i in kept] for field in whole)
+        return Encoding(*fields)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without special tokens and unknown ids.
