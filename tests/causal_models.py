@@ -123,7 +123,7 @@ CONFIGS |= {
         **{"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 6, "sliding_window": 4},
     },
 }
-ALIKE = ("qwen3_moe", "olmoe")  # nothing in them is new beside the others
+ALIKE = ("qwen3_moe", "olmoe", "deepseek_v2")  # nothing in them is new beside the others
 NAMES = [
     *(name for name in CONFIGS if name not in ALIKE),
     *("sinusoidal", "positions for q, k, v", "no positions", "alibi", "relative bias", "shaw"),

@@ -456,7 +456,7 @@ def test_rotary_scalings_as_of_version_4(name: str, key: str, tmp_path: Path) ->
     prove(tmp_path, "Llama", version_4(rotary(name), key), length=ORIGINAL + 5)
 
 
-OWN_ROPE = ("GPT2", "Phi3", "Gemma3", "Olmo3")
+OWN_ROPE = ("GPT2", "Phi3", "Gemma3", "Olmo3", *LATENT_FAMILIES)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in (*OWN_ROPE, "Llama")])

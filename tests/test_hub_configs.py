@@ -146,6 +146,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Mixtral-8x7B-v0.1", {"num_experts": 9}, "num_experts must be 8, got 9"),
     ("DeepSeek-V3", {"quantization_config": {"quant_method": "fp8"}}, "'quantization_config'"),
     ("DeepSeek-V3", {"num_key_value_heads": 8}, "num_key_value_heads must be 128"),
+    ("DeepSeek-V3", {"head_dim": 56}, "head_dim must be 64, got 56"),
     ("DeepSeek-V3", {"topk_group": 9}, "top_groups must be at most 8 with n_groups = 8, got 9"),
     ("DeepSeek-V3", {"n_group": 7}, "n_groups must divide n_experts = 256, got 7"),
     ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "norm_topk_prob must be False"),

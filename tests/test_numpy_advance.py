@@ -29,7 +29,6 @@ LEFT = {
     "qwen3",
     "gemma2",
     "gemma3_text",
-    "deepseek_v2",
     "deepseek_v3",
     "positions for q, k, v",
     "alibi",

@@ -29,6 +29,7 @@ ENCODERS = {
 # What has no kernel for numbers of two bytes: part of what TypeError says.
 REFUSED = {
     "mixtral": "softmax: x must be float32 or float64, got bfloat16",
+    "deepseek_v3": "experts: x must be float32 or float64, got bfloat16",
     "gemma2": "rms_norm: w must be float32",
     "gemma3_text": "rms_norm: w must be float32",
     "alibi": "sdpa: no kernel runs in bfloat16: a bias is not added in bfloat16",
@@ -39,7 +40,8 @@ REFUSED = {
     "bert for classes": "pool: x must be float32 or float64, got bfloat16",
 }
 # Products that are CuPy's cannot be captured.
-UNCAPTURED = dict.fromkeys(("mixtral", "shaw", "bert for classes"), "cuBLAS")
+OF_CUPY = ("mixtral", "deepseek_v3", "shaw", "bert for classes")
+UNCAPTURED = dict.fromkeys(OF_CUPY, "cuBLAS")
 
 
 def made(name: str) -> tuple[Any, tuple[Any, ...]]:

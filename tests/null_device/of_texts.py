@@ -11,7 +11,7 @@ from xformer.generation import samplers
 
 PROMPTS = {"one": [[5, 6, 7]], "two, padded": [[5, 6, 7], [8]]}
 UNCOMPILED = "Shaw"  # one token a call
-UNCAPTURED = {"mixtral": "cuBLAS", "shaw": UNCOMPILED}
+UNCAPTURED = {"mixtral": "cuBLAS", "deepseek_v3": "cuBLAS", "shaw": UNCOMPILED}
 
 
 def add(name: str, length: str) -> None:

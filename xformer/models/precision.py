@@ -35,7 +35,7 @@ def _obstacle(config: BlockConfig) -> tuple[str, str] | None:
     if config.residual_scale is not None:
         return "residual_scale", "ops.scale has no kernel for it; train in float32"
     if not isinstance(config.attn, AttentionConfig):
-        return "latent attention", "it has no kernel for it; train in float32"
+        return "latent attention", "backward would add gradients of heads in two bytes"
     if config.attn.xl:
         return "attn.xl", "ops.xl_attention has no kernel for it; train in float32"
     return None

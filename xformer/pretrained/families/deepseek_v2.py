@@ -16,7 +16,6 @@ from xformer.layers import (
 )
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families import mixtral
 from xformer.pretrained.families.llama import (
     decoder,
     family,
@@ -24,8 +23,10 @@ from xformer.pretrained.families.llama import (
     gated,
     top_links,
 )
+from xformer.pretrained.families.mixtral import links_in_memory, mixture_links
+from xformer.pretrained.families.qwen2_moe import PARTS
 from xformer.pretrained.family import activation, layers, rate
-from xformer.pretrained.names import Link, Links, experts, linear, norm, same
+from xformer.pretrained.names import Links, linear, norm, same
 from xformer.pretrained.rope import rope
 
 THETA = 10000.0
@@ -92,12 +93,13 @@ def model(
     n_dense, max_len: the family's values if the configuration has no such key
     """
     c.ignore("pretraining_tp", "output_router_logits")
-    c.ignore("head_dim", "qk_head_dim")  # transformers computes them from other keys
+    c.ignore("qk_head_dim")  # transformers computes it from other keys
     c.unread("ep_size", 1)
     c.unread("moe_layer_freq", 1)
     c.ignore("aux_loss_alpha", "seq_aux")  # of the loss in DeepSeek's own training
     max_len = c.integer("max_position_embeddings", low=1, default=max_len)
     d_rope = c.integer("qk_rope_head_dim", low=2, default=64)
+    c.only("head_dim", d_rope)  # RoPE of transformers reads it
     rotary = rope(c, width=d_rope, max_len=max_len, theta=THETA)
     rotary = replace(rotary, interleaved=interleaved)
     attn = attention(c, rotary)
@@ -139,13 +141,9 @@ def links(model: LanguageModel) -> Links:
         yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
         mlp, ffn = f"{theirs}.mlp", f"{ours}.ffn"
         yield from feed_forward_links(mlp, ffn)
-        yield from feed_forward_links(f"{mlp}.shared_experts", f"{ffn}.shared")
-        yield Link((f"{mlp}.gate.weight",), (f"{ffn}.router",), flip=True)
+        yield from mixture_links(mlp, ffn, config, PARTS)
         yield from same(f"{mlp}.gate.e_score_correction_bias", f"{ffn}.correction")
-        n_experts = 0 if config.experts is None else config.experts.n_experts
-        for part in ("gate", "up", "down"):
-            each = [f"{mlp}.experts.{e}.{part}_proj" for e in range(n_experts)]
-            yield from experts(each, f"{ffn}.{part}")
+        yield from feed_forward_links(f"{mlp}.shared_experts", f"{ffn}.shared")
     yield from top_links()
 
 
@@ -165,5 +163,5 @@ def attention_links(theirs: str, ours: str) -> Links:
 
 
 FAMILY = family("DeepseekV2", build, links)._replace(
-    in_memory=mixtral.links_in_memory, aliases={"num_experts": "n_routed_experts"}
+    in_memory=links_in_memory, aliases={"num_experts": "n_routed_experts"}
 )
