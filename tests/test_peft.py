@@ -57,6 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2ForSequenceClassification": ("Qwen2", LLAMA),
     "Qwen3ForCausalLM": ("Qwen3", LLAMA | {"head_dim": 6}),
     "Gemma2ForCausalLM": ("Gemma2", LLAMA | {"head_dim": 6}),
+    "Phi3ForCausalLM": ("Phi3", LLAMA),
     "Gemma3TextModel": ("Gemma3Text", LLAMA | {"head_dim": 6}),
     "BertForMaskedLM": ("Bert", BERT),
     "BertForSequenceClassification": ("Bert", BERT),

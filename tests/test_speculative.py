@@ -24,7 +24,10 @@ PROMPT = [3, 1, 4, 1, 5]
 def layers(model: Any, params: Any, n: int) -> tuple[Any, Any]:
     """A model of the first n layers."""
     stack = params.stack._replace(blocks=params.stack.blocks[:n])
-    return replace(model, blocks=model.blocks[:n]), params._replace(stack=stack)
+    rotary = model.rotary
+    if isinstance(rotary, tuple):
+        rotary = rotary[:n]
+    return replace(model, blocks=model.blocks[:n], rotary=rotary), params._replace(stack=stack)
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])

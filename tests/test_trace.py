@@ -465,6 +465,8 @@ BERT = {
     **{"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2},
     **{"intermediate_size": 6, "max_position_embeddings": 40, "type_vocab_size": 2},
 }
+COHERE2 = BERT | {"model_type": "cohere2", "layer_types": ["sliding_attention", "full_attention"]}
+del COHERE2["type_vocab_size"]
 ALBERT = BERT | {"model_type": "albert", "embedding_size": 8}
 
 
@@ -487,8 +489,9 @@ def saved(tmp_path: Path, config: dict[str, Any], architecture: str) -> str:
         (T5, "T5ForConditionalGeneration", "EncoderDecoder, 2 layers, ", "linear_cross_entropy"),
         (BERT, "BertForMaskedLM", "LanguageModel, 1 layer, ", "linear_cross_entropy"),
         (BERT, "BertForSequenceClassification", "LanguageModel, 1 layer, ", "cross_entropy"),
+        (COHERE2, "Cohere2ForCausalLM", "LanguageModel, 1 layer, ", "linear_cross_entropy"),
     ],
-    ids=["t5", "masked", "classifier"],
+    ids=["t5", "masked", "classifier", "RoPE by layer"],
 )
 def test_the_command_shows_other_models(
     config: dict[str, Any],

@@ -117,7 +117,10 @@ def _shortened(network: Any, params: Any, n_layers: int | None) -> tuple[Any, An
     most = max(map(len, parts.values()))
     if n_layers > most:
         raise ValueError(f"--layers must be at most the model's {most}, got {n_layers}")
-    network = replace(network, **{name: blocks[:n_layers] for name, blocks in parts.items()})
+    changes = {name: blocks[:n_layers] for name, blocks in parts.items()}
+    if isinstance(rotary := getattr(network, "rotary", None), tuple):  # one for each layer
+        changes["rotary"] = rotary[:n_layers]
+    network = replace(network, **changes)
     stacks = {}
     for name in parts:
         name = "stack" if name == "blocks" else name
