@@ -191,11 +191,11 @@ class Classifier:
         if self.dense is not None:
             rate = 0.0 if dropout_key is None else self.dense_dropout
             x, before = ops.dropout(x, rate=rate, key=dropout_key)
-        x, *dense = _through_dense("Classifier", self, x, params)
+        x, dense, act, gains = _through_dense("Classifier", self, x, params)
         rate = 0.0 if dropout_key is None else self.dropout
         x, drop = ops.dropout(x, rate=rate, key=dropout_key and dropout_key.at(1))
         logits, out = linear(x, params.out)
-        return logits, ClassifierCache(pooled, before, *dense, drop, out)
+        return logits, ClassifierCache(pooled, before, dense, act, gains, drop, out)
 
     def loss(
         self,
@@ -307,11 +307,11 @@ class TokenClassifier:
         self, top: Top, x: Array, params: TokenClassifierParams, dropout_key: ops.RandomKey | None
     ) -> tuple[Array, TokenClassifierCache]:
         """top(dropout(x), LinearParams(w, b)), with its cache. x: after the dense layer, if any."""
-        x, *dense = _through_dense("TokenClassifier", self, x, params)
+        x, dense, act, gains = _through_dense("TokenClassifier", self, x, params)
         rate = 0.0 if dropout_key is None else self.dropout
         x, drop = ops.dropout(x, rate=rate, key=dropout_key)
         y, cache = top(x, LinearParams(params.w, params.b))
-        return y, TokenClassifierCache(*dense, drop, cache)
+        return y, TokenClassifierCache(dense, act, gains, drop, cache)
 
 
 @short

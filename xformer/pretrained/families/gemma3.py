@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from xformer.layers.kv_cache import Window
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import gemma2
@@ -43,9 +44,10 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     )
     c.only("attn_logit_softcapping", None)  # transformers has the key, but does not use it
     bidirectional = c.flag("use_bidirectional_attention", default=False)
-    local = window(c, default=4096)
-    if bidirectional and local is not None:
-        half = (local[0] + 1) // 2
+    causal_window = window(c, default=4096)
+    local: Window | None = causal_window
+    if bidirectional and causal_window is not None:
+        half = (causal_window[0] + 1) // 2
         local = half, half
     n_layers = layers(c)
     each = c.integer("sliding_window_pattern", low=1, default=6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from xformer.layers.rope_by_layer import distinct
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families.llama import (
@@ -32,7 +33,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     slides = tuple(size is not None and not turned for turned in has_rope)
     sizes = windows(c, len(has_rope), size, slides)
     model = decoder(c, head, windowed(config, sizes), max_len=32768, theta=2e6, tied=True)
-    one = model.rotary
+    (one,) = distinct(model.rotary)
     return replace(model, rotary=tuple(one if turned else None for turned in has_rope))
 
 
