@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def ways(model: Any, params: Any, backend: backends.Backend, story: list[int]) -
     """Return the works that are timed, by name, on `backend`; story: ids of the published text."""
     write = partial(generate, model, params, max_new_tokens=LENGTH)
     stack = params.stack._replace(blocks=params.stack.blocks[:GUESSES])
-    draft = replace(model, blocks=model.blocks[:GUESSES]), params._replace(stack=stack)
+    draft = model.with_layers(range(GUESSES)), params._replace(stack=stack)
 
     @inference()
     def uncached() -> list[list[int]]:

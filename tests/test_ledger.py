@@ -62,6 +62,9 @@ MODELS = {
         router_z_weight=0.01,
     ),
     "shared": LanguageModel(PLAIN, (block_config(**BLOCK),) * 4, n_shared_layer_groups=2),
+    "RoPE by layer": LanguageModel(
+        PLAIN, (block_config(**BLOCK),) * 3, rotary=(RopeConfig(16), None, RopeConfig(16, 9.0))
+    ),
     "classes": LanguageModel(
         SOURCE, (block_config(**BLOCK),) * 3, causal=False, head=Classifier(5)
     ),

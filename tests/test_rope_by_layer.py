@@ -55,6 +55,17 @@ def test_nope_in_all_layers_is_no_rotary() -> None:
         nope.forward(params, TOKENS, positions=np.arange(9))
 
 
+def test_some_of_the_layers() -> None:
+    model, params = by_layer(BY_LAYER)
+    some = model.with_layers([2, 0], final_norm=False)
+    assert (some.rotary, some.final_norm) == ((GLOBAL, LOCAL), False)
+    assert replace(model, rotary=LOCAL).with_layers([1]).rotary == LOCAL
+    one = params._replace(stack=params.stack._replace(blocks=params.stack.blocks[:1]))
+    got, _ = model.with_layers([0]).forward(one, TOKENS)
+    want, _ = replace(model, blocks=model.blocks[:1], rotary=LOCAL).forward(one, TOKENS)
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_decoding_is_the_forward_pass(dtype: str) -> None:
     """Prompt and then tokens one by one; in float32 NumPy's kernel for one token runs."""

@@ -122,8 +122,7 @@ def test_guesses(name: str) -> None:
     """A round ends where frequencies change, whatever the draft; drawn texts go on too."""
     model, params = scaled(name)
     ((*want,),) = greedy(model, params, PROMPTS[:1], 14)
-    rotary = model.rotary[:1] if isinstance(model.rotary, tuple) else model.rotary
-    first = replace(model, blocks=model.blocks[:1], rotary=rotary)
+    first = model.with_layers([0])
     of_first = params._replace(stack=params.stack._replace(blocks=params.stack.blocks[:1]))
     for draft in ((model, params), (first, of_first), scaled("dynamic"), causal("qwen3", seed=1)):
         rounds = list(speculative(model, params, *draft, PROMPTS[0], k=4, max_new_tokens=14))

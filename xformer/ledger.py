@@ -181,11 +181,19 @@ def _one_layer_of_each(network: Any) -> Iterator[Any]:
             encoder, decoder = (layer or usual for layer, usual in zip(pair, first, strict=True))
             yield replace(network, encoder=(encoder,), decoder=(decoder,))
     else:
-        for config in dict.fromkeys(network.blocks):
-            routed = (
-                {} if config.experts else {"load_balancing_weight": 0.0, "router_z_weight": 0.0}
-            )
-            yield replace(network, blocks=(config,), n_shared_layer_groups=None, **routed)
+        for i in _kinds(network):
+            routed = {"load_balancing_weight": 0.0, "router_z_weight": 0.0}
+            changes = {} if network.blocks[i].experts else routed
+            yield network.with_layers([i], n_shared_layer_groups=None, **changes)
+
+
+def _kinds(network: Any) -> list[int]:
+    """The first layer of each kind: with other options of the block, or another RoPE."""
+    rotary = network.rotary if isinstance(network.rotary, tuple) else (network.rotary,)
+    first: dict[Any, int] = {}
+    for i, config in enumerate(network.blocks):
+        first.setdefault((config, rotary[i % len(rotary)]), i)
+    return list(first.values())
 
 
 def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[int, int, int]:
@@ -228,9 +236,7 @@ def _shortened(network: Any, times: int) -> Any:
     if isinstance(network, EncoderDecoder):
         kinds = [tuple(dict.fromkeys(getattr(network, name))) * times for name in STACKS]
         return replace(network, encoder=kinds[0], decoder=kinds[1])
-    return replace(
-        network, blocks=tuple(dict.fromkeys(network.blocks)) * times, n_shared_layer_groups=None
-    )
+    return network.with_layers(_kinds(network) * times, n_shared_layer_groups=None)
 
 
 @contextmanager

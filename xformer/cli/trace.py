@@ -113,17 +113,17 @@ def _shortened(network: Any, params: Any, n_layers: int | None) -> tuple[Any, An
     if isinstance(network, EncoderDecoder):
         parts = {"encoder": network.encoder, "decoder": network.decoder}
     else:
-        parts = {"blocks": network.blocks}
+        parts = {"stack": network.blocks}
     most = max(map(len, parts.values()))
     if n_layers > most:
         raise ValueError(f"--layers must be at most the model's {most}, got {n_layers}")
-    changes = {name: blocks[:n_layers] for name, blocks in parts.items()}
-    if isinstance(rotary := getattr(network, "rotary", None), tuple):  # one for each layer
-        changes["rotary"] = rotary[:n_layers]
-    network = replace(network, **changes)
+    if isinstance(network, EncoderDecoder):
+        encoder, decoder = network.encoder[:n_layers], network.decoder[:n_layers]
+        network = replace(network, encoder=encoder, decoder=decoder)
+    else:
+        network = network.with_layers(range(n_layers))
     stacks = {}
     for name in parts:
-        name = "stack" if name == "blocks" else name
         stack = getattr(params, name)
         stacks[name] = stack._replace(blocks=stack.blocks[:n_layers])
     return network, params._replace(**stacks)

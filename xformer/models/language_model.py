@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -364,6 +364,14 @@ class LanguageModel:
             start=start,
             dropout_key=key,
         )
+
+    def with_layers(self, ids: Sequence[int], **changes: Any) -> LanguageModel:
+        """A copy with the layers `ids`, which may repeat, and with other changes of its fields."""
+        rotary = self.rotary
+        if isinstance(rotary, tuple):
+            rotary = tuple(rotary[i] for i in ids)
+        blocks = tuple(self.blocks[i] for i in ids)
+        return replace(self, blocks=blocks, rotary=rotary, **changes)
 
     @property
     def context(self) -> int | None:

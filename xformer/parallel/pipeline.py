@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,13 +69,9 @@ class Pipeline:
     @cached_property
     def stage(self) -> LanguageModel:
         """This stage, from tokens or hidden states to hidden states."""
-        first, last = bounds(len(self.model.blocks), self.world)
-        rotary = self.model.rotary
-        return dataclasses.replace(
-            self.model,
+        return self.model.with_layers(
+            range(*bounds(len(self.model.blocks), self.world)),
             embed=self.model.embed if self.is_first else None,
-            blocks=self.model.blocks[first:last],
-            rotary=rotary[first:last] if isinstance(rotary, tuple) else rotary,
             final_norm=self.model.final_norm if self.is_last else False,
             head=None,
         )

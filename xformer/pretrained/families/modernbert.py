@@ -9,8 +9,7 @@ from typing import Any
 from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
 from xformer.models import Classifier, Head, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.gemma3 import FULL, SLIDING
-from xformer.pretrained.families.llama import windows
+from xformer.pretrained.families.llama import FULL, SLIDING, windowed, windows
 from xformer.pretrained.family import Family, activation, layers, rate
 from xformer.pretrained.names import Link, Links, fused, linear, norm, same
 from xformer.pretrained.rope import rope_by_type
@@ -37,8 +36,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     each = c.integer("global_attn_every_n_layers", low=1, default=3)
     local = tuple(i % each != 0 for i in range(n_layers))
     sizes = windows(c, n_layers, (half, half), local)
-    blocks = [replace(config, attn=replace(config.attn, window=size)) for size in sizes]
-    blocks[0] = replace(blocks[0], attn_norm=False)
+    first, *others = windowed(config, sizes)
     ropes = rope_by_type(
         c,
         width=config.attn.head_width,
@@ -57,7 +55,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     )
     return LanguageModel(
         embed,
-        tuple(blocks),
+        (replace(first, attn_norm=False), *others),
         causal=False,
         rotary=tuple(ropes[FULL if size is None else SLIDING] for size in sizes),
         head=head_of(c, head, config.norm),
