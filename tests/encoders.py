@@ -51,6 +51,7 @@ COUNTING = ("Camembert", "MPNet", "Roberta", "XLMRoberta")
 POOLED = [
     family for family in KINDS if family not in ("DistilBert", "Electra", "ModernBert", "NomicBert")
 ]
+REPLACED = "ForPreTraining"  # ELECTRA's discriminator
 MASKED, CLASSES, TOKENS = "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"
 
 

@@ -120,7 +120,7 @@ def judged(hf: Any, inputs: Values, output: str, keep: np.ndarray | None = None)
     hf.zero_grad()
     y = getattr(hf(**{name: torch.tensor(value) for name, value in inputs.items()}), output)
     dy = np.random.default_rng(0).normal(size=tuple(y.shape))
-    if keep is not None and y.ndim == 3:
+    if keep is not None and y.shape[:2] == keep.shape:
         dy[~keep] = 0
     dy = dy.astype(str(y.dtype).removeprefix("torch."))
     y.backward(torch.tensor(dy))
@@ -174,7 +174,7 @@ def require_same(
 ) -> None:
     """Our output, and our gradients under the names of transformers, are those of transformers."""
     assert y.dtype == want.dy.dtype and y.shape == want.y.shape
-    kept = keep if keep is not None and y.ndim == 3 else ...
+    kept = keep if keep is not None and y.shape[:2] == keep.shape else ...
     require_close("output", y[kept], want.y[kept], tolerance)
     grads = pretrained.tensors_of(model, cache.backward(want.dy))
     assert grads.keys() == want.grads.keys()

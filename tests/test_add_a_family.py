@@ -67,7 +67,10 @@ def test_every_option_is_in_a_table(kind: Any) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [models.LMHead, models.MaskedLMHead, models.Classifier, models.TokenClassifier, models.Pooler],
+    [
+        *(models.LMHead, models.MaskedLMHead, models.Classifier, models.TokenClassifier),
+        *(models.Discriminator, models.Pooler),
+    ],
     ids=lambda k: k.__name__,
 )
 def test_every_head_is_named_with_its_options(kind: Any) -> None:

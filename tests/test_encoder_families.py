@@ -7,15 +7,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from encoders import CLASSES, COUNTING, KINDS, MASKED, POOLED, TOKENS, T, batch, configured
+from encoders import (
+    CLASSES,
+    COUNTING,
+    KINDS,
+    MASKED,
+    POOLED,
+    REPLACED,
+    TOKENS,
+    T,
+    batch,
+    configured,
+)
 from huggingface import Values, build, proof, transformers
 
 from xformer.pretrained.family import ACTIVATIONS
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("head", [MASKED, CLASSES, TOKENS, "Model"])
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        *((family, head) for family in KINDS for head in (MASKED, CLASSES, TOKENS, "Model")),
+        ("Electra", REPLACED),
+    ],
+)
 def test_heads(family: str, head: str, side: str | None, tmp_path: Path) -> None:
     config = configured(family, {"num_labels": 5})
     n_types = getattr(config, "type_vocab_size", 0)
@@ -36,6 +52,26 @@ def test_heads(family: str, head: str, side: str | None, tmp_path: Path) -> None
         lambda model, params: model.forward(params, tokens, mask=keep, types=types, **own),
         output="last_hidden_state" if head == "Model" else "logits",
         keep=keep,
+    )
+
+
+def test_loss_of_a_discriminator(tmp_path: Path) -> None:
+    config = configured("Electra", {})
+    given, keep = batch(config.pad_token_id, "right", 3)
+    replaced = np.random.default_rng(1).integers(0, 2, keep.shape)
+    proof(
+        build(getattr(transformers, f"Electra{REPLACED}"), config),
+        tmp_path,
+        given | {"labels": replaced},
+        lambda model, params: model.loss(
+            params,
+            given["input_ids"],
+            np.where(keep, replaced, -1),
+            mask=keep,
+            types=given["token_type_ids"],
+            ignore_index=-1,
+        ),
+        output="loss",
     )
 
 

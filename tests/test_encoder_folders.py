@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from encoders import CLASSES, KINDS, MASKED, POOLED, TOKENS, T, configured, sizes_of
+from encoders import CLASSES, KINDS, MASKED, POOLED, REPLACED, TOKENS, T, configured, sizes_of
 from huggingface import build, on_meta, require_equal, rewritten, shapes_of, transformers
 from safetensors.numpy import load_file
 
@@ -320,7 +320,7 @@ PUBLISHED: list[tuple[str, str, dict[str, Any], int]] = [
         110_655_493,
     ),
     ("ModernBert", MASKED, {}, 149_655_232),  # ModernBERT-base
-    # electra-base-discriminator without its head
+    # electra-base-discriminator, without and with its head
     (
         "Electra",
         "Model",
@@ -329,6 +329,15 @@ PUBLISHED: list[tuple[str, str, dict[str, Any], int]] = [
             "intermediate_size": 3072,
         },
         108_891_648,
+    ),
+    (
+        "Electra",
+        REPLACED,
+        {
+            **{"embedding_size": 768, "hidden_size": 768, "num_attention_heads": 12},
+            "intermediate_size": 3072,
+        },
+        109_483_009,
     ),
     ("NomicBert", "Model", {}, 136_731_648),  # nomic-embed-text-v1.5
     # all-mpnet-base-v2

@@ -23,6 +23,7 @@ from xformer.measure import attention_flops, key_values, measured, pairs
 from xformer.models import (
     GPT,
     Classifier,
+    Discriminator,
     EncoderDecoder,
     LanguageModel,
     LMHead,
@@ -94,6 +95,7 @@ MODELS = {
     ),
     "BERT, classes": LanguageModel(head=Classifier(3, dropout=0.2), **BERT),
     "BERT, labels of tokens": LanguageModel(head=TokenClassifier(3, dropout=0.2), **BERT),
+    "BERT, replaced tokens": LanguageModel(head=Discriminator(), **BERT),
     "BERT, pooler": LanguageModel(head=Pooler(), **BERT),
     "ALBERT": LanguageModel(
         **BERT | {"embed": embed(5, positions="learned", project_bias=True)},
@@ -130,8 +132,8 @@ def inputs(name: str, batch: int, length: int, seed: int = 0) -> list[tuple[Any,
         return [tuple(vectors[: 2 if name == "two vectors" else 1])]
     if name == "BERT, classes":
         return [(x,), (x, rng.integers(0, 3, (batch,)))]
-    if name == "BERT, labels of tokens":
-        y = y % 3
+    if name in ("BERT, labels of tokens", "BERT, replaced tokens"):
+        y = y % MODELS[name].id_sizes[1]
     return [(x,), (x, y)] if name not in NO_LOSS else [(x,)]
 
 

@@ -21,7 +21,14 @@ from xformer.backends.numba.program import program
 from xformer.backends.numba.program.compiled import Compiled
 from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig, RelativeConfig, RopeConfig
 from xformer.layers.block import NORMS
-from xformer.models import Classifier, LanguageModel, LMHead, MaskedLMHead, TokenClassifier
+from xformer.models import (
+    Classifier,
+    Discriminator,
+    LanguageModel,
+    LMHead,
+    MaskedLMHead,
+    TokenClassifier,
+)
 from xformer.ops.activation import ACTIVATIONS
 
 MANY = settings(
@@ -36,6 +43,7 @@ POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "relative")
 HEADS = (
     *(LMHead(), LMHead(tied=False, bias=True), LMHead(softcap=3.0), MaskedLMHead()),
     *(Classifier(5, token="last", dropout=0.3), TokenClassifier(5, dropout=0.3)),
+    Discriminator(),
 )
 EPS = 1e-2  # AdamW's: a gradient that is rounding alone takes no step of full size
 ROUNDING = {"float32": 4 * TINY, "float64": 1e-13}

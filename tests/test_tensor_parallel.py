@@ -20,6 +20,7 @@ from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
 from xformer.models import (
     Classifier,
+    Discriminator,
     EncoderDecoder,
     LanguageModel,
     LMHead,
@@ -551,7 +552,9 @@ def test_init_is_the_part_of_the_wholes() -> None:
 
 
 @pytest.mark.parametrize(
-    "head", [Pooler(), Classifier(3), TokenClassifier(3)], ids=["pooler", "classifier", "tokens"]
+    "head",
+    [Pooler(), Classifier(3), TokenClassifier(3), Discriminator()],
+    ids=lambda head: type(head).__name__,
 )
 def test_heads_over_labels_are_whole(head: Any) -> None:
     embed = layers.EmbedConfig(V, 12, 12, positions="none")

@@ -20,6 +20,7 @@ from xformer.layers import (
 from xformer.models import (
     GPT,
     Classifier,
+    Discriminator,
     EncoderDecoder,
     LanguageModel,
     LMHead,
@@ -238,6 +239,9 @@ def _encoders(case: Any) -> Iterator[Case]:
         head=MaskedLMHead(dense_bias=False, norm_bias=False, bias=False),
         **bert,
     )
+    replaced = Discriminator("relu")
+    yield case("discriminator", blocks, keywords=ignored, labels=3, head=replaced, **bert)
+    yield case("discriminator, logits", blocks, "forward", PADDED, head=Discriminator(), **bert)
     hidden: Options = {"head": None, "out_dropout": 0.3, "final_norm": True}
     yield case("hidden states", blocks, "forward", dropped, **hidden, **bert)
     yield case("hidden states, pooler", blocks, "forward", head=Pooler(), **bert)

@@ -22,7 +22,7 @@ from xformer.dispatch import reference_only
 from xformer.generation import Bytes
 from xformer.generation.prefix import backend_of_params
 from xformer.measure import blocks_of
-from xformer.models import GPT, Classifier, EncoderDecoder, TokenClassifier
+from xformer.models import GPT, Classifier, Discriminator, EncoderDecoder, TokenClassifier
 from xformer.ops import RandomKey
 from xformer.trace import WIDTH, trace
 
@@ -137,7 +137,7 @@ def _examples(loaded: LoadedModel, ids: list[int]) -> list[np.ndarray]:
         return [tokens, np.array([[start_id(loaded), *ids[:-1]]]), tokens]
     if isinstance(network.head, Classifier):
         return [tokens, np.zeros(1, tokens.dtype)]  # a label
-    if isinstance(network.head, TokenClassifier):
+    if isinstance(network.head, Discriminator | TokenClassifier):
         return [tokens, np.zeros_like(tokens)]
     if not network.causal:
         return [tokens, tokens]

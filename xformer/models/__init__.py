@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from xformer.later import later
 
 if TYPE_CHECKING:
+    from xformer.models.discriminator import Discriminator, DiscriminatorParams
     from xformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderParams
     from xformer.models.gpt import GPT
     from xformer.models.heads import (
@@ -26,6 +27,8 @@ __all__ = [
     "GPT",
     "Classifier",
     "ClassifierParams",
+    "Discriminator",
+    "DiscriminatorParams",
     "EncoderDecoder",
     "EncoderDecoderParams",
     "Head",
@@ -43,6 +46,7 @@ __all__ = [
 
 later(
     __name__,
+    discriminator="Discriminator DiscriminatorParams",
     encoder_decoder="EncoderDecoder EncoderDecoderParams",
     gpt="GPT",
     heads=(

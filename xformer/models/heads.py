@@ -28,6 +28,7 @@ from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.pooling import POOLINGS, pool
+from xformer.models.discriminator import Discriminator
 from xformer.models.lm_head import (
     LMHead,
     Top,
@@ -442,4 +443,4 @@ class PoolerTanhCache(NamedTuple):
         return dx, dparams
 
 
-Head = LMHead | MaskedLMHead | Classifier | TokenClassifier | Pooler
+Head = LMHead | MaskedLMHead | Classifier | TokenClassifier | Discriminator | Pooler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xformer.models.discriminator import Discriminator
 from xformer.models.encoder_decoder import EncoderDecoder
 from xformer.models.gpt import GPT
 from xformer.models.heads import Classifier, MaskedLMHead, Pooler, TokenClassifier
@@ -34,6 +35,8 @@ def _kind(model: EncoderDecoder | LanguageModel) -> str:
     if isinstance(model.head, TokenClassifier):
         n = model.head.n_labels
         return f"a token classifier of {n} {'label' if n == 1 else 'labels'}"
+    if isinstance(model.head, Discriminator):
+        return "a discriminator of replaced tokens"
     if isinstance(model.head, LMHead):
         return "a causal language model" if model.causal else "a language model that is not causal"
     if isinstance(model.head, MaskedLMHead):

@@ -234,7 +234,8 @@ class LanguageModel:
     ) -> tuple[Array, LanguageModelCache]:
         """Logits (B, T, V), or hidden states (B, T, D) without a head that gives logits.
 
-        A Classifier gives (B, n_labels), a TokenClassifier (B, T, n_labels).
+        A Classifier gives (B, n_labels), a TokenClassifier (B, T, n_labels), a
+        Discriminator (B, T).
 
         tokens: (B, T) integers in [0, V); vectors (B, T, D) if embed is None
         mask: (B, T), True = a token, False = padding on either side, which never changes the

@@ -131,8 +131,8 @@ def _inspected(
 
 
 def _without_absent_head(
-    family: Family, config: Mapping[str, Any], tensors: Any, where: str
-) -> Mapping[str, Any]:
+    family: Family, config: dict[str, Any], tensors: Any, where: str
+) -> dict[str, Any]:
     """The configuration, of the bare model if the files have no tensor of their masked LM head.
 
     sentence-transformers writes such folders: an encoder, with the architecture of the model from

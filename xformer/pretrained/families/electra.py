@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from xformer.models import Classifier, LanguageModel, MaskedLMHead, TokenClassifier
+from xformer.models import (
+    Classifier,
+    Discriminator,
+    LanguageModel,
+    MaskedLMHead,
+    TokenClassifier,
+)
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert
 from xformer.pretrained.family import Family
@@ -15,8 +21,8 @@ from xformer.pretrained.names import Links, linear, norm, same
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration.
 
-    head: "masked-lm" (the generator), "classifier", "token_classifier", or "hidden", a model
-        without a head or pooler
+    head: "masked-lm" (the generator), "discriminator", "classifier", "token_classifier", or
+        "hidden", a model without a head or pooler
     names: not used
     """
     summary = ("activation", "first_dropout", "last_dropout", "proj_to_labels", "type", "use_proj")
@@ -25,6 +31,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     top: Any = None
     if head == "masked-lm":
         top = MaskedLMHead("gelu", config.norm.eps)
+    elif head == "discriminator":
+        top = Discriminator(config.ffn.activation)
     elif head == "classifier":
         rate = bert.classifier_dropout(c, config)
         top = Classifier(c.labels(), dense="gelu", dense_dropout=rate, dropout=rate)
@@ -41,6 +49,9 @@ def links(model: LanguageModel) -> Links:
         yield from linear("generator_predictions.dense", "head.dense")
         yield from norm("generator_predictions.LayerNorm", "head.norm")
         yield from same("generator_lm_head.bias", "head.b")
+    elif isinstance(model.head, Discriminator):
+        yield from linear("discriminator_predictions.dense", "head.dense")
+        yield from linear("discriminator_predictions.dense_prediction", "head.out")
     elif isinstance(model.head, Classifier):
         yield from linear("classifier.dense", "head.dense")
         yield from linear("classifier.out_proj", "head.out")
@@ -52,6 +63,7 @@ def links(model: LanguageModel) -> Links:
 FAMILY = Family(
     heads={
         "ElectraForMaskedLM": "masked-lm",
+        "ElectraForPreTraining": "discriminator",
         "ElectraForSequenceClassification": "classifier",
         "ElectraForTokenClassification": "token_classifier",
         "ElectraModel": "hidden",

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from xformer.layers import FeedForwardConfig
 from xformer.models import Classifier, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert
@@ -38,7 +39,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     config = replace(
         plain,
         attn=replace(plain.attn, d_head=d_head, bias=False),
-        ffn=replace(plain.ffn, gated=True, bias=False),
+        ffn=FeedForwardConfig(plain.ffn.d_ff, plain.ffn.activation, gated=True, bias=False),
     )
     max_len = c.integer("max_position_embeddings", low=1, default=2048)
     turned = rope(c, width=config.attn.head_width, max_len=max_len, theta=THETA)
