@@ -107,7 +107,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "albert": BERT | {"embedding_size": 5},
     "xlm-roberta": BERT | {"pad_token_id": 1},
     "camembert": BERT | {"pad_token_id": 1},
-    "mpnet": BERT,
+    "mpnet": {key: n for key, n in BERT.items() if key != "type_vocab_size"},
     "electra": BERT | {"embedding_size": 5},
     "nomic_bert": BERT,
     "t5": T5,
