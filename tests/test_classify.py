@@ -90,7 +90,7 @@ def test_names_of_classes() -> None:
     assert named(id2label={"1": "good", "0": "good"}) == ["good", "good"]
     assert named(num_labels=3) == ["LABEL_0", "LABEL_1", "LABEL_2"]
     assert named() == ["LABEL_0", "LABEL_1"]
-    with pytest.raises(ValueError, match=r"classify: id2label must hold strings, got \['x'\]"):
+    with pytest.raises(ValueError, match=r"labels: id2label must hold strings, got \['x'\]"):
         named(id2label={"0": ["x"]})
     for keys, wanted in (("0x", "1, got '0', 'x'"), ("12", "1, got '1', '2'"), ("7", "0, got '7'")):
         with pytest.raises(PretrainedError, match=f"the keys of id2label must be 0 to {wanted}"):

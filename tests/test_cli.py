@@ -148,6 +148,7 @@ PATHS = {
     "plot": ("--out",),
     "search": ("--model", "--tokenizer", "--file", "--index"),
     "summary": ("--model",),
+    "tag": ("--model", "--tokenizer", "--file"),
     "trace": ("--model", "--tokenizer"),
     "train": ("--data", "--out", "--resume"),
 }

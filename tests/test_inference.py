@@ -36,7 +36,7 @@ from xformer.dispatch import NoCache, is_inference
 from xformer.layers import EmbedConfig, NormConfig
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.pretrained.tokenizer import tokenizer
-from xformer.sentences import classify, embed
+from xformer.sentences import classify, embed, tag
 from xformer.training import Batch
 
 NUMPY = backends.get("numpy")
@@ -321,7 +321,9 @@ def test_sentences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sentences = pytest.importorskip("sentences", reason="tokenizers is not installed")
     classes = sentences.BERT | {"architectures": ["BertForSequenceClassification"]}
     watched = Watched(monkeypatch, LanguageModel, "hidden")
-    for name, config, run in (("embed", sentences.BERT, embed), ("classify", classes, classify)):
+    tokens = sentences.BERT | {"architectures": ["BertForTokenClassification"]}
+    runs: Any = (("embed", sentences.BERT, embed), ("classify", classes, classify))
+    for name, config, run in (*runs, ("tag", tokens, tag)):
         (tmp_path / name).mkdir()
         folder = sentences.write_model(tmp_path / name, config)
         run(*pretrained.load(folder), tokenizer(folder), sentences.TEXTS)

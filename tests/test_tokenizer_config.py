@@ -236,7 +236,10 @@ def test_the_ids_are_those_of_transformers(
         assert found.ids == wanted["input_ids"], pair
         assert found.types == wanted.get("token_type_ids", found.types), pair
         assert found.special == list(map(bool, wanted["special_tokens_mask"])), pair
-        assert found.spans == wanted["offset_mapping"], pair
+        for i, ours_span, their_span in zip(
+            found.ids, found.spans, wanted["offset_mapping"], strict=True
+        ):  # CamemBERT's mask includes the space before it there
+            assert i == ours.mask_id or ours_span == their_span, pair
     for kind in ("bos", "eos", "pad", "mask"):
         if f"{kind}_token" in files.get("tokenizer_config", {}):
             assert getattr(ours, f"{kind}_id") == getattr(theirs, f"{kind}_token_id")

@@ -32,6 +32,7 @@ from xformer.cli import (
     search,
     signal_flow,
     summary,
+    tag,
     trace,
     train,
 )
@@ -48,6 +49,7 @@ COMMANDS = (
     generate,
     embed,
     classify,
+    tag,
     rank,
     search,
     finetune,

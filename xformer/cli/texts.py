@@ -1,4 +1,4 @@
-"""Options and input of the commands that read texts: `embed`, `classify` and `rank`."""
+"""Options and input of the commands that read texts: `embed`, `classify`, `tag` and others."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ USUAL = {
     "eos_token": ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>"),
     "pad_token": ("<pad>", "[PAD]"),
     "mask_token": ("<mask>", "[MASK]"),
+    "unk_token": ("<unk>", "[UNK]"),
 }
 
 
@@ -55,7 +56,7 @@ class Encoding(NamedTuple):
 class Tokenizer:
     """A tokenizer, which encodes text to ids and decodes ids to text.
 
-    bos_id, eos_id, pad_id, mask_id: ids of these tokens; None if there is no such token.
+    bos_id, eos_id, pad_id, mask_id, unk_id: ids of these tokens; None if there is no such token.
     vocab_size: one more than the largest id.
     special_ids: ids of special tokens, which are not text.
     truncation_side: the end at which `batch` truncates long texts, "right" or "left".
@@ -79,10 +80,11 @@ class Tokenizer:
         inner.no_padding()
         self._inner, self._where = inner, where
         inputs = config.texts("model_input_names", default=("token_type_ids",))
+        self._marks_words = bool(getattr(inner.model, "continuing_subword_prefix", None))
         self._has_types = "token_type_ids" in inputs
         self._tokens = {kind: self._token(kind, config, usual) for kind in USUAL}
         ids = (inner.token_to_id(token) if token else None for token in self._tokens.values())
-        self.bos_id, self.eos_id, self.pad_id, self.mask_id = ids
+        self.bos_id, self.eos_id, self.pad_id, self.mask_id, self.unk_id = ids
         self.guessed = frozenset(USUAL.keys() - config.data.keys())
         added = inner.get_added_tokens_decoder().items()
         self.special_ids = frozenset(i for i, token in added if token.special)
@@ -153,6 +155,19 @@ class Tokenizer:
         """The token of an id in the vocabulary; None for an unknown id."""
         spelling: str | None = self._inner.id_to_token(i)
         return spelling
+
+    def continues(self, i: int, text: str, start: int, end: int) -> bool:
+        """Whether token i, which is the characters text[start:end], continues a word.
+
+        If the tokenizer marks these tokens (BERT's ##), they are longer than their characters.
+        Otherwise a token begins a word if its first character or the one before is a space. The
+        unknown token begins a word. TokenClassificationPipeline of transformers has these rules.
+        """
+        if i == self.unk_id:
+            return False
+        if self._marks_words:
+            return len(self.token(i) or "") != end - start
+        return start > 0 and " " not in text[start - 1 : start + 1]
 
     def batch(
         self, texts: Sequence[str], *, side: str = "right", max_len: int | None = None

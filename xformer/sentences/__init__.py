@@ -14,6 +14,7 @@ from xformer.sentences.rank_settings import RankSettings, rank_settings
 from xformer.sentences.search import Hit, make_index, search
 from xformer.sentences.settings import Settings, prompts, settings
 from xformer.sentences.splade import SpladeSettings, splade, splade_settings
+from xformer.sentences.tag import Tag, tag
 
 __all__ = [
     "Dense",
@@ -23,6 +24,7 @@ __all__ = [
     "Ranked",
     "Settings",
     "SpladeSettings",
+    "Tag",
     "classify",
     "embed",
     "labels",
@@ -36,5 +38,6 @@ __all__ = [
     "similarity",
     "splade",
     "splade_settings",
+    "tag",
     "write_index",
 ]

@@ -73,12 +73,32 @@ def by_batch(
     (batch_size,) = require_sizes(what, 1, batch_size=batch_size)
     limit = longest(what, model, max_len)
     encoded, types = _encoded(what, tokenizer, texts, prompt, limit, skip)
-    _require_text_ids(what, encoded, model.embed.vocab_size)
+    require_text_ids(what, encoded, model.embed.vocab_size)
     fields = [encoded] if types is None or model.embed.n_types < 2 else [encoded, types]
     table = value(params.embed.table)
+    y = np.empty((len(texts), width), backends.backend_of(table).to_numpy(table[:0, :]).dtype)
+    for numbers, rows in outputs(params, fields, forward, limit, batch_size):
+        y[numbers] = rows
+        if progress is not None:
+            progress(len(numbers))
+    return y
+
+
+def outputs(
+    params: Any,
+    fields: Sequence[list[np.ndarray]],
+    forward: Callable[..., Any],
+    limit: int,
+    batch_size: int,
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Yield the indices of the texts of each batch, and the output of `forward`; see `by_batch`.
+
+    fields: the ids (T,) of each text, and perhaps the token types
+    limit: the most tokens of a text
+    """
+    table = value(params.embed.table)
     backend = replace(backends.backend_of(table), device=device(table))
-    y = np.empty((len(texts), width), backend.to_numpy(table[:0, :]).dtype)
-    lengths = [len(ids) for ids in encoded]
+    lengths = [len(ids) for ids in fields[0]]
     if records(params):
         lengths = [max(n, min(bucket(n), limit)) for n in lengths]
     for numbers in _batches(lengths, batch_size, backend):
@@ -87,10 +107,8 @@ def by_batch(
         )
         with backend.active():
             arrays = map(backend.asarray, (tokens, mask, *more))
-            y[numbers] = backend.to_numpy(forward(params, *arrays))
-        if progress is not None:
-            progress(len(numbers))
-    return y
+            rows = backend.to_numpy(forward(params, *arrays))
+        yield numbers, rows
 
 
 def require_language_model(what: str, model: Any) -> None:
@@ -155,9 +173,7 @@ def _encoded(
                 found = tokenizer.encoding(prompt + text[0], text[1], max_len=limit)
             ids, types[i] = found.ids, np.asarray(found.types, np.int64)
         encoded.append(np.asarray(ids, np.int64))
-    if long:
-        more = f" and {len(long) - 1} more of {len(texts)}" if len(long) > 1 else ""
-        warnings.warn(f"{what}: cut to {limit} tokens: text {long[0] + 1}{more}", stacklevel=4)
+    warn_of_cuts(what, limit, long, len(texts), stacklevel=5)
     for i, ids in enumerate(encoded):
         if len(ids) <= skip:
             after = " after the prompt" if skip else ""
@@ -167,7 +183,17 @@ def _encoded(
     return encoded, [types.get(i, np.zeros_like(ids)) for i, ids in enumerate(encoded)]
 
 
-def _require_text_ids(what: str, encoded: list[np.ndarray], vocab_size: int) -> None:
+def warn_of_cuts(
+    what: str, limit: int, long: Sequence[int], n_texts: int, *, stacklevel: int
+) -> None:
+    """UserWarning if there are texts that were cut. long: their indices; limit: their tokens."""
+    if long:
+        more = f" and {len(long) - 1} more of {n_texts}" if len(long) > 1 else ""
+        message = f"{what}: cut to {limit} tokens: text {long[0] + 1}{more}"
+        warnings.warn(message, stacklevel=stacklevel)
+
+
+def require_text_ids(what: str, encoded: Sequence[np.ndarray], vocab_size: int) -> None:
     """ValueError if an id is not below vocab_size. encoded: the ids of each text."""
     last = max((int(np.max(ids)) for ids in encoded), default=0)
     if last >= vocab_size:

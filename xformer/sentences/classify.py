@@ -10,7 +10,7 @@ import numpy as np
 
 from xformer import ops
 from xformer.compiling import Forward
-from xformer.models import Classifier
+from xformer.models import Classifier, TokenClassifier
 from xformer.models.in_words import in_words
 from xformer.sentences.batches import KEPT, Progress, Text, by_batch, require_language_model
 from xformer.typing import Array
@@ -76,17 +76,20 @@ def _probabilities(model: Any, alone: bool) -> Forward:
 def labels(model: Any) -> list[str]:
     """The names of a classifier's classes: the configuration's id2label, else LABEL_0, ...
 
-    Several classes may have the same name. ValueError for a model that is not a classifier, and for
-    names that are not strings.
+    model: a LanguageModel with a Classifier or a TokenClassifier
+
+    Several classes may have the same name. ValueError for another model, and for names that are not
+    strings.
     """
-    head = _head(model)
+    head = getattr(model, "head", None)
+    head = head if isinstance(head, TokenClassifier) else _head(model)
     names = (model.hf_config or {}).get("id2label") or {}
     by_number = {str(key): name for key, name in names.items()}
     numbers = range(head.n_labels)
     listed = [by_number[str(i)] if names else f"LABEL_{i}" for i in numbers]
     for name in listed:
         if not isinstance(name, str):
-            raise ValueError(f"classify: id2label must hold strings, got {name!r:.100}")
+            raise ValueError(f"labels: id2label must hold strings, got {name!r:.100}")
     return listed
 
 

@@ -1,0 +1,55 @@
+"""`xformer tag`: label the parts of texts with a token classifier."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from xformer.cli.models import opened
+from xformer.cli.texts import add_options, shown, texts_of, watched
+from xformer.sentences import tag
+from xformer.sentences.tag import AGGREGATIONS
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer tag`."""
+    parser = subparsers.add_parser(
+        "tag",
+        help="label parts of texts, such as names",
+        description="Print the labelled parts of each text, such as names of persons and places.",
+    )
+    add_options(parser)
+    what = f"how tokens become parts: {', '.join(AGGREGATIONS)} (default: simple)"
+    parser.add_argument(
+        "--aggregation", choices=AGGREGATIONS, default="simple", metavar="NAME", help=what
+    )
+    what = "read long texts in windows, each with N tokens of the one before, instead of cutting"
+    parser.add_argument("--stride", type=int, metavar="N", help=what)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print each text and its parts; with --json, one JSON object a text."""
+    texts = texts_of(args)
+    with watched("labelling", len(texts)) as progress:
+        model, params, tokenizer, *_ = opened(args)
+        found = tag(
+            model,
+            params,
+            tokenizer,
+            texts,
+            aggregation=args.aggregation,
+            max_len=args.max_len,
+            stride=args.stride,
+            batch_size=args.batch,
+            **progress,
+        )
+    for text, tags in zip(texts, found, strict=True):
+        if args.json:
+            print(json.dumps({"text": text, "tags": [one._asdict() for one in tags]}))
+        else:
+            width = max((len(shown(one.label)) for one in tags), default=0)
+            rows = [f"  {shown(t.label):{width}}  {t.score:.4f}  {shown(t.text)}" for t in tags]
+            print("\n".join([shown(text), *rows]))
+    return 0
