@@ -25,6 +25,7 @@ STYLES: dict[str, tuple[list[str], list[str]]] = {
     "bare": (["$A"], ["pad"]),
     "t5": (["$A", "</s>"], ["pad", "eos"]),
 }
+PAIR = ["[CLS]", "$A", "[SEP]", "$B:1", "[SEP]:1"]
 KINDS = dict(zip(("pad", "unk", "cls", "sep", "mask", "bos", "eos"), SPECIAL, strict=True))
 
 SIZES: dict[str, Any] = {
@@ -70,7 +71,9 @@ def write_tokenizer(folder: Path, style: str) -> None:
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     inner.decoder = tokenizers.decoders.Fuse()
     inner.post_processor = tokenizers.processors.TemplateProcessing(
-        single=template, special_tokens=[(token, vocab[token]) for token in SPECIAL]
+        single=template,
+        pair=PAIR if style == "bert" else None,
+        special_tokens=[(token, vocab[token]) for token in SPECIAL],
     )
     inner.save(str(folder / "tokenizer.json"))
     config: dict[str, str | None]

@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "classify": (CLASSIFIER, "bert"),
     "seq2seq": (T5, "t5"),
     "contrastive": (BERT, "bert"),
+    "classify-pairs": (CLASSIFIER, "bert"),
 }
 
 
@@ -159,6 +160,35 @@ def test_classes_of_one_name_are_told_apart_by_number(tmp_path: Path) -> None:
         examples(task, {"text": "a", "label": "no"})
 
 
+PAIRS = [
+    {"text": "ab", "text_pair": "c", "label": "so"},
+    {"text": "abc", "text_pair": "defghij", "label": 0},
+]
+
+
+def test_classify_pairs(tmp_path: Path) -> None:
+    """The longer text is cut. A model without token types gets none."""
+    task, _ = made("classify-pairs", tmp_path, max_len=9)
+    tokens, classes = (got := batch(task, *PAIRS)).arrays
+    rows = [row[keep].tolist() for row, keep in zip(tokens, got.masks["mask"], strict=True)]
+    assert rows == [
+        [CLS, *ids("ab"), SEP, *ids("c"), SEP],
+        [CLS, *ids("abc"), SEP, *ids("def"), SEP],
+    ]
+    assert [e.is_cut for e in examples(task, *PAIRS)] == [False, True]
+    assert got.masks["types"].tolist() == [
+        [0, 0, 0, 0, 1, 1, *[0] * 10],
+        [0, 0, 0, 0, 0, 1, 1, 1, 1, *[0] * 7],
+    ]
+    assert classes.tolist() == [2, 0] and (got.n_targets, got.n_tokens) == (2, 15)
+    plain, _ = made("classify-pairs", tmp_path, config={"type_vocab_size": 1})
+    assert batch(plain, *PAIRS).masks.keys() == {"mask"}
+    with pytest.raises(ValueError, match="here: label must be a number below 3 or one of no, yes"):
+        examples(task, PAIRS[0] | {"label": 3})
+    with pytest.raises(ValueError, match="max_len must exceed the 3 special tokens, got 3"):
+        examples(made("classify-pairs", tmp_path, max_len=3)[0], PAIRS[0])
+
+
 def test_seq2seq(tmp_path: Path) -> None:
     """Targets behind the token that begins them; both ends are cut to max_len."""
     task, _ = made("seq2seq", tmp_path, max_len=4)
@@ -185,6 +215,7 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "masked": [{"text": "abcdefghijkl"}, {"text": "abc"}],
     "classify": [{"text": "abc", "label": 0}, {"text": "defgh", "label": 2}],
     "seq2seq": [{"source": "abc", "target": "cba"}, {"source": "d", "target": "d"}],
+    "classify-pairs": PAIRS,
 }
 
 
@@ -245,6 +276,9 @@ def records(name: str, n: int, seed: int = 0) -> list[dict[str, Any]]:
             {"text": text, "label": "abcdefghijklmnopqrstuvwxyz".index(text[0]) // 9}
             for text in texts
         ]
+    if name == "classify-pairs":
+        rows = records("classify", n, seed)
+        return [row | {"text": row["text"][:2], "text_pair": row["text"][2:]} for row in rows]
     fields = finetune.TASKS[name].fields
     if fields == ("text",):
         return [{"text": text} for text in texts]

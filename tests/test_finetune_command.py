@@ -33,6 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "classify": (CLASSIFIER, "bert", "BertForSequenceClassification"),
     "seq2seq": (T5, "t5", "T5ForConditionalGeneration"),
     "contrastive": (BERT | {"architectures": ["BertModel"]}, "bert", "BertModel"),
+    "classify-pairs": (CLASSIFIER, "bert", "BertForSequenceClassification"),
 }
 
 
@@ -120,7 +121,7 @@ def test_the_command_that_uses_the_model_runs(
     folder(task)
     assert main([*command(task)[:-6], "--out", "it's new", "--steps", "1"]) == 0
     said = re.findall(r"^to use it: xformer (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert len(said) == (task != "masked")
+    assert len(said) == (task not in ("masked", "classify-pairs"))
     for line in said:
         words = shlex.split(line)
         assert words[1:3] == ["--model", "it's new"]
@@ -458,6 +459,7 @@ def test_a_checkpoint_of_ours_is_no_base(capsys: pytest.CaptureFixture[str]) -> 
         ("plain text\n", "LlamaForCausalLM", "causal"),
         ('{"text": "a"}\n', "BertForMaskedLM", "masked"),
         ('{"text": "a", "label": 1}\n', "BertForMaskedLM", "classify"),
+        ('{"text": "a", "text_pair": "b", "label": 1}\n', "BertForMaskedLM", "classify-pairs"),
         ('{"prompt": "a", "completion": "b"}\n', "LlamaForCausalLM", "prefix"),
         ('{"source": "a", "target": "b"}\n', "T5ForConditionalGeneration", "seq2seq"),
         ('{"anchor": "a", "positive": "b"}\n', "BertModel", "contrastive"),

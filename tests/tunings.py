@@ -23,6 +23,7 @@ DROPOUT: dict[str, dict[str, Any]] = {  # models with dropout of a tenth
     "classify": CLASSIFIER | {"hidden_dropout_prob": 0.1},
     "seq2seq": T5 | {"dropout_rate": 0.1},
     "contrastive": BERT,
+    "classify-pairs": CLASSIFIER | {"hidden_dropout_prob": 0.1},
 }
 CONFIG = TrainConfig(
     steps=12, batch_size=3, accumulate=2, lr=1e-2, warmup=3, eval_every=4, weight_decay=0.0, seed=2

@@ -35,7 +35,8 @@ from xformer.world import World
 EVERY = 100  # least number of steps between validations by default; there are at most four
 LINES = 10  # lines of progress if stderr is no terminal
 SHOWN = 60  # most characters of a text in the suggested command
-# Task -> the command that uses its model, by folder and fields of a record. masked has none.
+# Task -> the command that uses its model, by folder and fields of a record. masked has none, nor
+# has classify-pairs: a tab is between the texts of a pair, which a shell would complete.
 USES = {
     **dict.fromkeys(("causal", "prefix", "seq2seq"), "generate --model {} --prompt={}"),
     "classify": "classify --model {} -- {}",
@@ -238,7 +239,7 @@ def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, A
     model, params, words, *_ = opened(args)
     if model.hf_config["model_type"] == "llama2.c":
         model, params = as_llama(model, params)
-    if args.task != "classify" or finetune.is_classifier(model):
+    if args.task not in ("classify", "classify-pairs") or finetune.is_classifier(model):
         return model, params, words, False
     pad_id = words.eos_id if words.pad_id is None else words.pad_id
     names = finetune.labels_in(records)

@@ -62,6 +62,34 @@ class Classify(Task):
         )
 
 
+class ClassifyPairs(Classify):
+    """Predict the class of a pair of texts, such as a premise and a hypothesis."""
+
+    fields = ("text", "text_pair", "label")
+
+    def examples(self, fields: Mapping[str, Any]) -> list[Example]:
+        """One example, whose targets are the class and then the token types.
+
+        Of a pair of more than max_len tokens the longer text is cut. ValueError for texts without
+        tokens and a bad label.
+        """
+        pair = fields["text"], fields["text_pair"]
+        found = self.tokenizer.encoding(*pair, max_len=self.max_len)
+        if not found.ids:
+            raise ValueError("the texts have no token")
+        is_cut = len(found.ids) == self.max_len < len(self.tokenizer.encoding(*pair).ids)
+        targets = np.asarray([self._label(fields["label"]), *found.types], np.int64)
+        return [Example(self._known(found.ids), targets, is_cut)]
+
+    def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
+        """A batch of pairs and the numbers of their classes; with types if the model has them."""
+        whole = super().batch([e._replace(targets=e.targets[0]) for e in examples], rng)
+        if self.model.embed.n_types < 2:
+            return whole
+        types, _ = padded([e.targets[1:] for e in examples])
+        return whole._replace(masks=whole.masks | {"types": types})
+
+
 class Seq2Seq(Task):
     """Predict a target text from a source text.
 
