@@ -96,6 +96,12 @@ def test_the_environment_decides(name: str, alone: None, monkeypatch: pytest.Mon
     for text, n in {"4": 4, "1": 1, "": 1, "many": 1}.items():
         monkeypatch.setenv(name, text)
         assert n_launched() == n
+    monkeypatch.setenv("WORLD_SIZE", "16")  # of a container: RANK is missing
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv(name)
+    assert n_launched() == 1
+    monkeypatch.setenv("RANK", "3")
+    assert n_launched() == 16
     monkeypatch.setenv(name, "1")
     found = found_world()
     assert isinstance(found, Alone) and found_world() is found
@@ -105,6 +111,7 @@ def test_the_launcher_nearest_to_the_process_counts(
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mpiexec in a step of Slurm, in a container that sets WORLD_SIZE."""
+    monkeypatch.setenv("RANK", "0")
     for name, size in {"WORLD_SIZE": "16", "SLURM_STEP_NUM_TASKS": "8", "PMI_SIZE": "2"}.items():
         monkeypatch.setenv(name, size)
         assert n_launched() == int(size)

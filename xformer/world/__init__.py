@@ -21,8 +21,21 @@ def launched() -> int:
 
     1 if this process was started alone. It imports nothing.
     """
-    sizes = [os.environ.get(name, "") for name in SIZES]
-    return next((int(size) for size in sizes if size.isdecimal()), 1)
+    name = _deciding()
+    return 1 if name is None else int(os.environ[name])
+
+
+def by_mpi() -> bool:
+    """Whether an MPI launcher or Slurm started this process. It imports nothing."""
+    return _deciding() not in (None, "WORLD_SIZE")
+
+
+def _deciding() -> str | None:
+    """The variable of the launcher nearest to this process; None without a launcher."""
+    found = (name for name in SIZES if os.environ.get(name, "").isdecimal())
+    name = next(found, None)
+    # Some containers set WORLD_SIZE for a job whose processes they do not start.
+    return None if name == "WORLD_SIZE" and not os.environ.get("RANK", "").isdecimal() else name
 
 
 def world() -> World:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from array_api_compat import device, to_device
+from array_api_compat import array_namespace, device, to_device
 
 from xformer import backends
 from xformer.pairwise import PairwiseSum
@@ -91,10 +92,12 @@ class World:
         """The sum of x over all processes."""
         if self.size == 1:
             return x
-        host = _on_host(x)
-        got = self._exchange(np.array_split(host.reshape(-1), self.size))
+        own = self._own(x)
+        flat, xp = own.reshape(-1), array_namespace(own)
+        ends = [flat.shape[0] * i // self.size for i in range(self.size + 1)]
+        got = self._exchange([flat[i:j] for i, j in itertools.pairwise(ends)])
         pieces = self._exchange([self._sum("all_reduce", got)] * self.size)
-        return _like(np.concatenate(pieces).reshape(host.shape), x)
+        return _like(xp.concat(pieces).reshape(own.shape), x)
 
     def all_gather(self, x: Array) -> list[Array]:
         """The x of each process, in their order. Shapes may differ."""
@@ -103,8 +106,8 @@ class World:
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
         """What each process sent to this one. parts: one array for each process, of any shape."""
         self._require_one_each("all_to_all", parts)
-        got = self._exchange([_on_host(part) for part in parts])
-        return [_like(host, parts[self.rank]) for host in got]
+        got = self._exchange([self._own(part) for part in parts])
+        return [_like(each, parts[self.rank]) for each in got]
 
     def reduce_scatter(self, parts: Sequence[Array]) -> Array:
         """The sum over all processes of their part for this one.
@@ -112,7 +115,7 @@ class World:
         parts: one array for each process. ValueError if their shapes or dtypes differ.
         """
         self._require_one_each("reduce_scatter", parts)
-        got = self._exchange([_on_host(part) for part in parts])
+        got = self._exchange([self._own(part) for part in parts])
         return _like(self._sum("reduce_scatter", got), parts[self.rank])
 
     def send(self, x: Array, to: int) -> None:
@@ -134,8 +137,15 @@ class World:
         """
         raise NotImplementedError
 
-    def _exchange(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The part for this process from each process. parts: one for each process."""
+    def _own(self, x: Array) -> Any:
+        """x as an array that `_exchange` takes: on the host, unless the engine knows others."""
+        return on_host(x)
+
+    def _exchange(self, parts: Sequence[Any]) -> list[Any]:
+        """The part for this process from each process. parts: NumPy arrays, one for each process.
+
+        An engine may also take other arrays, all of one library, of which it returns as many.
+        """
         raise NotImplementedError
 
     def _require_one_each(self, what: str, parts: Sequence[Array]) -> None:
@@ -144,7 +154,7 @@ class World:
                 f"{what}: parts must be {self.size} arrays, one for each process, got {len(parts)}"
             )
 
-    def _sum(self, what: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    def _sum(self, what: str, parts: Sequence[Any]) -> Any:
         """The sum of the parts of all processes."""
         total = PairwiseSum(operator.add)
         for rank, part in enumerate(parts):
@@ -156,7 +166,7 @@ class World:
                     f"{self.rank}"
                 )
             total.add(part)
-        return np.asarray(total.total())
+        return total.total().reshape(parts[self.rank].shape)  # NumPy's sum may be no array
 
 
 def _pickled(obj: Any) -> np.ndarray:
@@ -175,13 +185,14 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def _on_host(x: Array) -> np.ndarray:
+def on_host(x: Array) -> np.ndarray:
+    """x as a NumPy array."""
     return x if isinstance(x, np.ndarray) else backends.backend_of(x).to_numpy(x)
 
 
-def _like(host: np.ndarray, x: Array) -> Array:
-    """An array of the host in the library of x, on its device."""
-    if isinstance(x, np.ndarray):
-        return host
-    moved = backends.backend_of(x).asarray(host)
+def _like(got: Any, x: Array) -> Array:
+    """What `_exchange` returned, or a sum of it, in the library of x, on its device."""
+    if isinstance(x, np.ndarray) or type(got) is type(x):
+        return got
+    moved = backends.backend_of(x).asarray(got)
     return moved if device(moved) == device(x) else to_device(moved, device(x))

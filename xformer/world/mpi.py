@@ -11,14 +11,13 @@ import numpy as np
 from mpi4py import MPI
 
 from xformer.typing import Array
-from xformer.world.base import World, _on_host
+from xformer.world.base import World, on_host
+from xformer.world.heads import HEAD, described, head
 
 if not MPI.Is_initialized():  # `xformer info` imports it without
     MPI.Init_thread()
     atexit.register(MPI.Finalize)
 
-AXES = 8  # most axes of an array
-HEAD = 2 + AXES  # int64: dtype, number of axes, sizes
 LARGEST = 1 << 30  # bytes of a message: MPI counts in 32 bits
 SPIN = 1e-3  # seconds in which a wait only yields; then it sleeps, since others need the cores
 NAP = 1e-4  # seconds of a sleep
@@ -46,17 +45,17 @@ class Mpi(World):
     def send(self, x: Array, to: int) -> None:
         """Send x to process `to`. Returns at once; the process has to `receive` it."""
         self._sent = [pair for pair in self._sent if not pair[0].Test()]
-        array = np.array(_on_host(x), order="C")  # a copy: the caller may write to x
-        head = _head(array)
-        self._sent.append((self._comm.Isend(head, to, SENT), head))
+        array = np.array(on_host(x), order="C")  # a copy: the caller may write to x
+        first = head(array)
+        self._sent.append((self._comm.Isend(first, to, SENT), first))
         for piece in _messages(array):
             self._sent.append((self._comm.Isend(piece, to, SENT), piece))
 
     def receive(self, source: int) -> Array:
         """The next array that process `source` sent to this one. A NumPy array."""
-        head = np.empty(HEAD, np.int64)
-        _wait([self._comm.Irecv(head, source, SENT)])
-        array = _empty(head)
+        first = np.empty(HEAD, np.int64)
+        _wait([self._comm.Irecv(first, source, SENT)])
+        array = np.empty(*described(first))
         _wait([self._comm.Irecv(piece, source, SENT) for piece in _messages(array)])
         return array
 
@@ -92,10 +91,10 @@ class Mpi(World):
         if self.size == 1:
             return list(parts)
         parts = [np.ascontiguousarray(part).reshape(part.shape) for part in parts]
-        heads = np.stack([_head(part) for part in parts])
+        heads = np.stack([head(part) for part in parts])
         theirs = np.empty_like(heads)
         _wait([self._comm.Ialltoall(heads, theirs)])
-        got = [_empty(head) for head in theirs]
+        got = [np.empty(*described(each)) for each in theirs]
         got[self.rank] = parts[self.rank]
         requests: list[MPI.Request] = []
         for i in range(1, self.size):
@@ -111,24 +110,6 @@ def _wait(requests: list[MPI.Request]) -> None:
     begun = time.perf_counter()
     while not MPI.Request.Testall(requests):
         time.sleep(0 if time.perf_counter() - begun < SPIN else NAP)
-
-
-def _head(array: np.ndarray) -> np.ndarray:
-    """The dtype and the shape of an array as integers."""
-    if array.dtype.kind in "OV" or array.ndim > AXES:  # V: also bfloat16 of ml_dtypes
-        raise TypeError(
-            f"arrays that are sent must hold numbers and have at most {AXES} axes, got dtype "
-            f"{array.dtype} and {array.ndim} axes"
-        )
-    name = array.dtype.str.encode().ljust(8, b"\0")
-    sizes = [array.ndim, *array.shape, *[0] * (AXES - array.ndim)]
-    return np.concatenate([np.frombuffer(name, np.int64), np.asarray(sizes, np.int64)])
-
-
-def _empty(head: np.ndarray) -> np.ndarray:
-    """An array of the dtype and the shape of `_head`."""
-    dtype = np.dtype(head[:1].tobytes().rstrip(b"\0").decode())
-    return np.empty(tuple(head[2 : 2 + head[1]].tolist()), dtype)
 
 
 def _messages(array: np.ndarray) -> list[np.ndarray]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from xformer.checks import require_sizes
 from xformer.typing import Array
-from xformer.world.base import World, _on_host
+from xformer.world.base import World, on_host
 
 R = TypeVar("R")
 
@@ -141,7 +141,7 @@ class Threads(World):
         """Send x to thread `to`, which has to `receive` it. Returns at once."""
         key = self._member(self.rank), self._member(to)
         with self._room.changed:
-            self._room.mail.setdefault(key, deque()).append(_on_host(x))
+            self._room.mail.setdefault(key, deque()).append(on_host(x))
             self._room.changed.notify_all()
 
     def receive(self, source: int) -> Array:
