@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from judges import (
 )
 from libraries import only
 
-from xformer import GPT, RandomKey, Transformer, tree
+from xformer import GPT, RandomKey, Transformer, layers, tree
 from xformer.backends import Backend
 from xformer.layers import EmbedConfig, RopeConfig
-from xformer.models import LanguageModel
+from xformer.models import LanguageModel, LMHead
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
@@ -31,6 +32,30 @@ def test_a_token_changes_no_logits_before_it(library: Backend, positions: str) -
     before, after = library.to_numpy(before), library.to_numpy(after)
     assert np.array_equal(before[:, :3], after[:, :3])
     assert (before[:, 3:] != after[:, 3:]).any(axis=(0, 2)).all()
+
+
+def test_a_last_stage_of_a_pipeline(library: Backend) -> None:
+    """Vectors in, the loss of an untied head out, as in the whole model."""
+    whole = GPT(13, n_layers=2, d_model=6, n_heads=2, max_len=7, tied=False).network
+    last = dataclasses.replace(whole, embed=None)
+    params = on(library, whole.init(dtype="float64"))
+    tokens = library.asarray(np.array([[1, 2, 3, 4], [6, 5, 4, 12]]))
+    loss, cache = whole.loss(params, tokens, tokens)
+    wanted = cache.backward()
+    (x, _), embed_cache = layers.embed(params.embed, ids=tokens, config=whole.embed)
+    own = params._replace(embed=None)
+    got, cache = last.loss(own, x, tokens)
+    grads, dx = cache.model.backward_all(library.xp.ones_like(got))
+    assert float(got) == float(loss) and grads.embed is None
+    found = grads._replace(embed=embed_cache.backward(dx, None))
+    for name, a in tree.flatten(found).items():
+        assert np.array_equal(library.to_numpy(a), library.to_numpy(tree.flatten(wanted)[name]))
+    with pytest.raises(ValueError, match="LMHead: the size of a vocabulary needs an embedding"):
+        last.init()
+    with pytest.raises(ValueError, match="decode: the model must be causal and have an embedding"):
+        last.decode(own, tokens, last.init_state())
+    with pytest.raises(ValueError, match="LanguageModel: a tied head needs embed, got None"):
+        dataclasses.replace(last, head=LMHead())
 
 
 def test_a_target_token_changes_no_logits_before_it(library: Backend) -> None:

@@ -65,9 +65,10 @@ from xformer.typing import Array
 class LanguageModel:
     """The configuration of a model from tokens to logits, or to hidden states if head is None.
 
-    If embed is None, the input is vectors (B, T, D) instead of tokens. The parameters are separate
-    data: `init` or `xformer.pretrained.load` returns them. Positions enter through the embedding,
-    `rotary`, `alibi`, `relative_bias` or the blocks' attention (`AttentionConfig.xl`).
+    If embed is None, the input is vectors (B, T, D) instead of tokens, and `init` cannot draw a
+    head over a vocabulary, whose size is unknown. The parameters are separate data: `init` or
+    `xformer.pretrained.load` returns them. Positions enter through the embedding, `rotary`,
+    `alibi`, `relative_bias` or the blocks' attention (`AttentionConfig.xl`).
 
     With a mixture of experts, the loss also has `load_balancing_weight` times `ops.load_balancing`
     and `router_z_weight` times `ops.router_z_loss`, of the routers of all layers together.
@@ -106,8 +107,8 @@ class LanguageModel:
                 f"LanguageModel: embed.d_model must be that of the blocks, {width}, "
                 f"got {self.embed.d_model}"
             )
-        if getattr(self.head, "of_tokens", False) and self.embed is None:
-            raise ValueError("LanguageModel: a head over a vocabulary needs embed, got None")
+        if getattr(self.head, "tied", False) and self.embed is None:
+            raise ValueError("LanguageModel: a tied head needs embed, got None")
         tied = isinstance(self.head, LMHead) and self.head.tied
         if tied and self.embed is not None and self.embed.width != width:
             raise ValueError(
@@ -422,8 +423,8 @@ class LanguageModel:
         state has more slots than tokens with the same RoPE frequencies, and, in the first call, if
         params do not fit the configuration.
         """
-        if not self.causal or not isinstance(self.head, LMHead):
-            raise ValueError("decode: the model must be causal and have an LMHead")
+        if not self.causal or not isinstance(self.head, LMHead) or self.embed is None:
+            raise ValueError("decode: the model must be causal and have an embedding and an LMHead")
         require_tokens("decode", "tokens", tokens)
         if state.kv_cache[0].k is None:  # the first call
             self._require_stack(params)

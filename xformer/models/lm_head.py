@@ -129,5 +129,5 @@ def require_present(model: str, name: str, params: Any, wanted: bool) -> None:
 def with_vocabulary(model: str, embed: EmbedConfig | None) -> EmbedConfig:
     """`embed`, unchanged. ValueError if it is None."""
     if embed is None:
-        raise ValueError(f"{model}: a head over a vocabulary needs an embedding, got None")
+        raise ValueError(f"{model}: the size of a vocabulary needs an embedding, got None")
     return embed
