@@ -139,6 +139,16 @@ def test_a_segment_memory_and_reduce_are_refused() -> None:
     assert why == "the 2 processes add their gradients within the step"
 
 
+def test_a_world_that_one_of_run_and_train_lacks(tmp_path: Path) -> None:
+    with runs.opened(tmp_path / "run") as run:
+        steps = runs.steps(run.begin(runs.begun()))
+        run.world = Several(4)
+        message = "record: the run has 4 processes, and each step was made by 1: give Run and train"
+        with pytest.raises(ValueError, match=message):
+            next(run.record(steps))
+        run.world = Alone()
+
+
 # ---- The command ----
 
 COMMAND: list[Any] = [

@@ -15,11 +15,12 @@ from xformer.files import aside, replacing
 from xformer.training.loop import Step
 
 LOG = "log.jsonl"
+UNLOGGED = ("state", "processes")  # fields of a step
 
 
 def numbers_of(step: Step) -> dict[str, Any]:
     """The numbers of a step, by column. Those that are not finite are None: JSON has none."""
-    numbers = {name: value for name, value in step._asdict().items() if name != "state"}
+    numbers = {name: value for name, value in step._asdict().items() if name not in UNLOGGED}
     for name, value in numbers.items():
         if isinstance(value, float) and not math.isfinite(value):
             numbers[name] = None

@@ -53,6 +53,7 @@ class Step(NamedTuple):
     memory: int | None  # peak memory in bytes; None if the system does not report it
     validation: float | None  # nats per target; None if it was not measured
     state: State  # after the step; if states are donated, valid until the next step
+    processes: int = 1  # that made the step together
 
     @property
     def params(self) -> Any:
@@ -196,10 +197,8 @@ def train(
             del weights
             state = _judged(state, validation)
         state = state._replace(seconds=time.perf_counter() - begun)
-        peak = backend.memory().peak
-        yield Step(
-            state.step, value, norm, lr, state.tokens, state.seconds, peak, validation, state
-        )
+        numbers = state.tokens, state.seconds, backend.memory().peak
+        yield Step(state.step, value, norm, lr, *numbers, validation, state, world.size)
 
 
 @renamed.arguments(place="backend")

@@ -214,11 +214,17 @@ class Run:
         stop: called after each step; True, in any process, ends training. After a `break`, the last
             step is saved when the run is closed. All processes have to break after the same step.
 
-        Diverged and OSError get a note that names the last good checkpoint.
+        Diverged and OSError get a note that names the last good checkpoint. ValueError for steps of
+        another number of processes than the run's.
         """
         with self._explained():
             with self._log() as log:
                 for step in steps:
+                    if step.processes != self.world.size:
+                        raise ValueError(
+                            f"record: the run has {self.world.size} processes, and each step was "
+                            f"made by {step.processes}: give Run and train the same world"
+                        )
                     if log is not None:
                         append(log, line_of(step))
                     self._left = step.state
