@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,16 @@ def ends(world: World, *ranks: str) -> None:
         end_all(f"error: {world.rank}")
         sys.exit(1)
     world.sums(1)
+
+
+def silent(world: World, *ranks: int) -> None:
+    """The processes `ranks` are late for a collective."""
+    from xformer.world import mpi
+
+    mpi.SILENCE = 1.0
+    if world.rank in ranks:
+        time.sleep(3)
+    assert world.sums(1) == (world.size,)
 
 
 def evaluated(world: World) -> None:
@@ -241,6 +252,7 @@ def main(name: str, *args: str) -> int:
         "unlike": unlike,
         "evaluated": evaluated,
         "ends": ends,
+        "silent": silent,
         "trained": trained,
     }[name](xf.world(), *given)
     return 0

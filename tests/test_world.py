@@ -246,6 +246,19 @@ def test_what_does_not_fit() -> None:
         assert "pickle" in row["unsent"]
 
 
+@pytest.mark.parametrize(
+    ("late", "line"),
+    [
+        ((2,), "process 0 of 3 has waited 1 s for process 2 on {host}\n"),
+        ((0, 1), "process 2 of 3 has waited 1 s for process 0 on {host}, process 1 on {host}\n"),
+    ],
+)
+def test_a_long_wait_says_for_whom(late: tuple[int, ...], line: str) -> None:
+    launched.needs_mpi()
+    status, out, err = launched.run(3, "silent", *late)
+    assert status == 0 and err == line.format(host=os.uname().nodename), out + err
+
+
 @pytest.mark.parametrize("ranks", ["0", "2", "012", "12"])
 def test_an_error_ends_all_with_one_message(ranks: str) -> None:
     launched.needs_mpi()

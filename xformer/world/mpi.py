@@ -21,6 +21,7 @@ if not MPI.Is_initialized():  # `xformer info` imports it without
 LARGEST = 1 << 30  # bytes of a message: MPI counts in 32 bits
 SPIN = 1e-3  # seconds in which a wait only yields; then it sleeps, since others need the cores
 NAP = 1e-4  # seconds of a sleep
+SILENCE = 60.0  # seconds of a wait after which a line says for whom
 PATIENCE = 1.0  # seconds in which all processes may fail alike
 STAGGER = 0.5  # further seconds for each rank
 PARTS, SENT = 1, 2  # tags
@@ -40,6 +41,7 @@ class Mpi(World):
         local = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self.local_rank, self.local_size = local.rank, local.size
         local.Free()
+        self._hosts: list[str] = comm.allgather(self.host)
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
 
     def send(self, x: Array, to: int) -> None:
@@ -54,9 +56,10 @@ class Mpi(World):
     def receive(self, source: int) -> Array:
         """The next array that process `source` sent to this one. A NumPy array."""
         first = np.empty(HEAD, np.int64)
-        _wait([self._comm.Irecv(first, source, SENT)])
+        self._wait([(source, self._comm.Irecv(first, source, SENT))])
         array = np.empty(*described(first))
-        _wait([self._comm.Irecv(piece, source, SENT) for piece in _messages(array)])
+        pieces = _messages(array)
+        self._wait([(source, self._comm.Irecv(piece, source, SENT)) for piece in pieces])
         return array
 
     def split(self, color: int) -> Mpi:
@@ -93,23 +96,48 @@ class Mpi(World):
         parts = [np.ascontiguousarray(part).reshape(part.shape) for part in parts]
         heads = np.stack([head(part) for part in parts])
         theirs = np.empty_like(heads)
-        _wait([self._comm.Ialltoall(heads, theirs)])
+        theirs[self.rank] = heads[self.rank]
+        self._swap(list(heads), list(theirs))
         got = [np.empty(*described(each)) for each in theirs]
         got[self.rank] = parts[self.rank]
-        requests: list[MPI.Request] = []
-        for i in range(1, self.size):
-            to, source = (self.rank + i) % self.size, (self.rank - i) % self.size
-            requests += [self._comm.Irecv(m, source, PARTS) for m in _messages(got[source])]
-            requests += [self._comm.Isend(m, to, PARTS) for m in _messages(parts[to])]
-        _wait(requests)
+        self._swap(parts, got)
         return got
 
+    def _swap(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Fill `received` with what each other process sends to this one."""
+        requests: list[tuple[int, MPI.Request]] = []
+        for i in range(1, self.size):
+            to, source = (self.rank + i) % self.size, (self.rank - i) % self.size
+            pieces = _messages(received[source]), _messages(sent[to])
+            requests += [(source, self._comm.Irecv(m, source, PARTS)) for m in pieces[0]]
+            requests += [(to, self._comm.Isend(m, to, PARTS)) for m in pieces[1]]
+        self._wait(requests)
 
-def _wait(requests: list[MPI.Request]) -> None:
-    """Wait for all. MPI's own waits spin, and on shared cores that costs the other processes."""
-    begun = time.perf_counter()
-    while not MPI.Request.Testall(requests):
-        time.sleep(0 if time.perf_counter() - begun < SPIN else NAP)
+    def _wait(self, requests: list[tuple[int, MPI.Request]]) -> None:
+        """Wait for all. MPI's own waits spin, and on shared cores that costs the other processes.
+
+        requests: each with the number of the other process
+        """
+        begun = time.perf_counter()
+        is_told = False
+        all_of_them = [request for _, request in requests]
+        while not MPI.Request.Testall(all_of_them):
+            waited = time.perf_counter() - begun
+            if waited > SILENCE and not is_told:
+                is_told = True
+                self._tell({rank for rank, request in requests if not request.Test()})
+            time.sleep(0 if waited < SPIN else NAP)
+
+    def _tell(self, silent: set[int]) -> None:
+        """Say for whom this process waits. Only the first process that nobody waits for does."""
+        if not silent or not silent.issuperset(range(self.rank)):
+            return
+        who = ", ".join(f"process {rank} on {self._hosts[rank]}" for rank in sorted(silent))
+        print(
+            f"process {self.rank} of {self.size} has waited {SILENCE:.0f} s for {who}",
+            file=sys.__stderr__,  # of a command, process 0 alone has a stderr
+            flush=True,
+        )
 
 
 def _messages(array: np.ndarray) -> list[np.ndarray]:
