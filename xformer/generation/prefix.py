@@ -265,7 +265,12 @@ def checked(prompts: Any) -> Ids:
 
 
 def _require_prompt_ids(rows: Ids, embed: Any) -> None:
-    """ValueError for an id outside [0, embed.vocab_size), which ops on a device do not check."""
+    """ValueError for an id outside [0, embed.vocab_size), which ops on a device do not check.
+
+    ValueError without an embedding.
+    """
+    if embed is None:
+        raise ValueError("prefill: the model must have an embedding, got None")
     ids = np.asarray([i for row in rows for i in row])
     require_ids("prefill", "ids", ids, embed.vocab_size, ids)
 

@@ -314,6 +314,8 @@ def tensor_parallel(model: Any, world: World, *, sequence: bool = False) -> Any:
     table = options.get("embed") or options.get("tgt_embed") or options.get("src_embed")
     if table is not None:
         options["head"] = parallel_head(network.head, table.vocab_size, world)
+    elif getattr(network.head, "of_tokens", False):
+        raise ValueError("parallel: a head over a vocabulary needs an embedding, got None")
     if sequence:
         options["sequence"] = True
     return kind(**options, original=network, world=world)
