@@ -161,6 +161,19 @@ def deepseek(version: str, **own: Any) -> Config:
     )
 
 
+def routed(kind: str, name: str, **own: Any) -> Config:
+    """A decoder with experts."""
+    common = {
+        "attention_dropout": 0.0,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "router_aux_loss_coef": 0.001,
+    }
+    if kind != "gpt_oss":
+        common["norm_topk_prob"] = False
+    return like_llama(kind, name, **common | own)
+
+
 def gemma3(**own: Any) -> Config:
     return {
         "architectures": ["Gemma3ForCausalLM"],
@@ -697,5 +710,112 @@ HUB: dict[str, tuple[Config, int]] = {
             "vocab_size": 256000,
         },
         8_028_033_024,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        routed(
+            "qwen2_moe",
+            "Qwen2Moe",
+            decoder_sparse_step=1,
+            hidden_size=2048,
+            intermediate_size=5632,
+            max_position_embeddings=8192,
+            max_window_layers=21,
+            moe_intermediate_size=1408,
+            num_attention_heads=16,
+            num_experts=60,
+            num_experts_per_tok=4,
+            num_hidden_layers=24,
+            num_key_value_heads=16,
+            rope_theta=1000000.0,
+            shared_expert_intermediate_size=5632,
+            sliding_window=32768,
+            use_sliding_window=False,
+            vocab_size=151936,
+        ),
+        14_315_784_192,
+    ),
+    "Qwen3-30B-A3B": (
+        routed(
+            "qwen3_moe",
+            "Qwen3Moe",
+            attention_bias=False,
+            decoder_sparse_step=1,
+            head_dim=128,
+            hidden_size=2048,
+            intermediate_size=6144,
+            max_position_embeddings=40960,
+            max_window_layers=48,
+            mlp_only_layers=[],
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+            num_attention_heads=32,
+            num_experts=128,
+            num_experts_per_tok=8,
+            num_hidden_layers=48,
+            num_key_value_heads=4,
+            rope_scaling=None,
+            rope_theta=1000000.0,
+            sliding_window=None,
+            use_sliding_window=False,
+            vocab_size=151936,
+        ),
+        30_532_122_624,
+    ),
+    "OLMoE-1B-7B-0924": (
+        routed(
+            "olmoe",
+            "Olmoe",
+            attention_bias=False,
+            clip_qkv=None,
+            hidden_size=2048,
+            intermediate_size=1024,
+            max_position_embeddings=4096,
+            num_attention_heads=16,
+            num_experts=64,
+            num_experts_per_tok=8,
+            num_hidden_layers=16,
+            num_key_value_heads=16,
+            rms_norm_eps=1e-05,
+            rope_scaling=None,
+            rope_theta=10000.0,
+            router_aux_loss_coef=0.01,
+            vocab_size=50304,
+        ),
+        6_919_161_856,
+    ),
+    # The published file also has a quantization_config, which is refused.
+    "gpt-oss-20b, not quantised": (
+        routed(
+            "gpt_oss",
+            "GptOss",
+            attention_bias=True,
+            experts_per_token=4,
+            head_dim=64,
+            hidden_size=2880,
+            initial_context_length=4096,
+            intermediate_size=2880,
+            layer_types=["sliding_attention", "full_attention"] * 12,
+            max_position_embeddings=131072,
+            num_attention_heads=64,
+            num_experts_per_tok=4,
+            num_hidden_layers=24,
+            num_key_value_heads=8,
+            num_local_experts=32,
+            rms_norm_eps=1e-05,
+            rope_scaling={
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            rope_theta=150000,
+            router_aux_loss_coef=0.9,
+            sliding_window=128,
+            swiglu_limit=7.0,
+            vocab_size=201088,
+        ),
+        20_914_757_184,
     ),
 }

@@ -22,14 +22,8 @@ GPT = xf.GPT(vocab_size=7, n_layers=1, d_model=8, n_heads=2, max_len=5)
 PARAMS = tree.map(lambda p: p * 20, GPT.init(seed=1))  # far from uniform
 NUMPY = xf.backends.get("numpy")
 WINDOWS = (
-    "mistral",
-    "qwen2",
-    "gemma2",
-    "gemma3_text",
-    "smollm3",
-    "starcoder2",
-    "olmo3",
-    "cohere2",
+    *("mistral", "qwen2", "gemma2", "gemma3_text", "smollm3", "starcoder2", "olmo3", "cohere2"),
+    "gpt_oss",
 )  # layers have windows
 PROMPTS = [[5, 6, 7, 8, 9], [3], [30, 31, 32]]
 WARM = compose(temperature(1.5), top_p(0.95))

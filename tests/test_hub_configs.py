@@ -83,6 +83,18 @@ def test_what_they_describe() -> None:
     assert starcoder.head.tied and starcoder.blocks[0].ffn.activation == "gelu_tanh"
 
 
+def test_layers_with_experts() -> None:
+    qwen, oss = described("Qwen1.5-MoE-A2.7B"), described("gpt-oss-20b, not quantised")
+    mixture = qwen.blocks[0].experts
+    assert (mixture.d_shared, mixture.shared_gate, mixture.normalise) == (5632, True, False)
+    assert described("Qwen3-30B-A3B").blocks[0].experts.normalise
+    sparse = described("Qwen3-30B-A3B", decoder_sparse_step=2, mlp_only_layers=[1]).blocks
+    assert [block.experts is None for block in sparse[:4]] == [True, True, True, False]
+    assert [block.attn.window for block in oss.blocks] == [(127, None), None] * 12
+    assert oss.rotary.scaling == "yarn" and not oss.rotary.truncate
+    assert oss.blocks[0].attn.sinks and oss.blocks[0].experts.bias
+
+
 def test_layers_of_different_kinds() -> None:
     """RoPE or none, its base, and windows on one side of the query, or on both."""
     assert described("SmolLM3-3B").rotary == (*[RopeConfig(128, 5e6)] * 3, None) * 9
@@ -156,6 +168,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "DeepSeek-V2-Lite",
         {"topk_method": "group_limited_greedy", "n_group": None},
         "n_group must be an int, as topk_method 'group_limited_greedy' needs",
+    ),
+    ("OLMoE-1B-7B-0924", {"clip_qkv": 8.0}, "clip_qkv must be null, got 8.0"),
+    ("OLMoE-1B-7B-0924", {"head_dim": 64}, "head_dim must be 128, got 64"),
+    ("Qwen1.5-MoE-A2.7B", {"num_experts": 0}, "num_experts must be an integer"),
+    ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "top_k must be at most n_experts = 128"),
+    ("gpt-oss-20b, not quantised", {"swiglu_limit": 5.0}, "swiglu_limit must be 7.0, got 5.0"),
+    ("gpt-oss-20b, not quantised", {"swiglu_alpha": 1.0}, "swiglu_alpha must be 1.702, got 1.0"),
+    (
+        "gpt-oss-20b, not quantised",
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        "not supported: 'quantization_config'",
     ),
     ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be"),
     # Rotary embeddings

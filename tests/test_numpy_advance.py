@@ -26,6 +26,8 @@ from xformer.models import LanguageModel
 LEFT = {
     "gpt_neox",
     "mixtral",
+    "qwen2_moe",
+    "gpt_oss",
     "qwen3",
     "gemma2",
     "gemma3_text",

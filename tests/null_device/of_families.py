@@ -28,7 +28,9 @@ ENCODERS = {
 }
 # What has no kernel for numbers of two bytes: part of what TypeError says.
 REFUSED = {
-    "mixtral": "softmax: x must be float32 or float64, got bfloat16",
+    **dict.fromkeys(
+        ("mixtral", "qwen2_moe", "gpt_oss"), "softmax: x must be float32 or float64, got bfloat16"
+    ),
     "deepseek_v3": "experts: x must be float32 or float64, got bfloat16",
     "gemma2": "rms_norm: w must be float32",
     "gemma3_text": "rms_norm: w must be float32",
@@ -40,7 +42,7 @@ REFUSED = {
     "bert for classes": "pool: x must be float32 or float64, got bfloat16",
 }
 # Products that are CuPy's cannot be captured.
-OF_CUPY = ("mixtral", "deepseek_v3", "shaw", "bert for classes")
+OF_CUPY = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "shaw", "bert for classes")
 UNCAPTURED = dict.fromkeys(OF_CUPY, "cuBLAS")
 
 

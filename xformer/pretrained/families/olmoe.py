@@ -14,14 +14,17 @@ from xformer.pretrained.family import layers
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration."""
-    c.only("clip_qkv", None)
+    c.only("clip_qkv")
     mixture = experts(c, 64, 8, c.integer("intermediate_size", low=1))
     bias = c.flag("attention_bias", default=False)
     config = block(c, eps=1e-5, bias=bias, qk_norm="all", ffn=mixture)
+    c.only("head_dim", config.d_model // config.attn.n_heads)  # norms of transformers need it
     weight = balancing(c, head, 0.01)
     return decoder(c, head, (config,) * layers(c), max_len=4096, load_balancing_weight=weight)
 
 
 FAMILY = family("Olmoe", build, links)._replace(
-    heads={"OlmoeForCausalLM": "lm", "OlmoeModel": "hidden"}, in_memory=links_in_memory
+    heads={"OlmoeForCausalLM": "lm", "OlmoeModel": "hidden"},
+    in_memory=links_in_memory,
+    aliases={"num_local_experts": "num_experts"},
 )
