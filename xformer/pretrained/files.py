@@ -48,6 +48,10 @@ class Tensors:
         """All names, in the order of decreasing size."""
         return list(self._tensors)
 
+    def without(self, *names: str) -> Tensors:
+        """The tensors but those of these names."""
+        return Tensors({name: t for name, t in self._tensors.items() if name not in names})
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
         return self._tensors[name].shape

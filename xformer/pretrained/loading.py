@@ -27,6 +27,10 @@ from xformer.pretrained.matching import head_of, links_for, matched_links, shape
 from xformer.pretrained.names import Link
 from xformer.pretrained.reading import PretrainedError, read_json
 
+# The architecture of ColBERT (github.com/stanford-futuredata/ColBERT), whose linear map of each
+# token `sentences.colbert_settings` reads.
+COLBERT, PROJECTION = "HF_ColBERT", "linear.weight"
+
 
 def model(
     config: Mapping[str, Any], *, names: Collection[str] | None = None, where: str = "config.json"
@@ -118,6 +122,8 @@ def _inspected(
     if fetch is not None:
         tensors.fetch(fetch)  # while models and a backend are imported
     family = _family(config, where)
+    if config.get("architectures") == [COLBERT]:
+        config, tensors = _without_projection(family, config, tensors)
     if config.get("architectures") or not family.heads:
         config = _without_absent_head(family, config, tensors, where)
         network = model(config, names=tuple(tensors), where=where)
@@ -128,6 +134,14 @@ def _inspected(
     if getattr(network, "causal", True) and os.path.lexists(root / files.GENERATION):
         network = replace(network, generation_config=read_json(root / files.GENERATION))
     return network, tensors, matched
+
+
+def _without_projection(
+    family: Family, config: Mapping[str, Any], tensors: Any
+) -> tuple[dict[str, Any], Any]:
+    """The configuration and tensors of the encoder in a checkpoint of ColBERT."""
+    bare = next((name for name, head in family.heads.items() if head == "hidden"), None)
+    return {**config, "architectures": [bare]}, tensors.without(PROJECTION)
 
 
 def _without_absent_head(

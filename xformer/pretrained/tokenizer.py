@@ -151,6 +151,11 @@ class Tokenizer:
             text: str = self._inner.decode(numbers)
         return text
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token in the vocabulary; None for an unknown token."""
+        number: int | None = self._inner.token_to_id(token)
+        return number
+
     def token(self, i: int) -> str | None:
         """The token of an id in the vocabulary; None for an unknown id."""
         spelling: str | None = self._inner.id_to_token(i)

@@ -6,6 +6,7 @@ vectors = embed(model, params, tokenizer(folder), texts, **settings(folder)._asd
 """
 
 from xformer.sentences.classify import classify, labels
+from xformer.sentences.colbert import ColbertSettings, colbert, colbert_settings, maxsim
 from xformer.sentences.dense import Dense
 from xformer.sentences.embed import embed, similarity
 from xformer.sentences.index import Index, read_index, write_index
@@ -17,6 +18,7 @@ from xformer.sentences.splade import SpladeSettings, splade, splade_settings
 from xformer.sentences.tag import Tag, tag
 
 __all__ = [
+    "ColbertSettings",
     "Dense",
     "Hit",
     "Index",
@@ -26,9 +28,12 @@ __all__ = [
     "SpladeSettings",
     "Tag",
     "classify",
+    "colbert",
+    "colbert_settings",
     "embed",
     "labels",
     "make_index",
+    "maxsim",
     "prompts",
     "rank",
     "rank_settings",

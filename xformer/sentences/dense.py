@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from array_api_compat import array_namespace, device
 
+from xformer import backends, tree
 from xformer.layers.linear import LinearParams, linear
 from xformer.ops.activation import ACTIVATIONS
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import WEIGHTS, open_tensors
 from xformer.pretrained.reading import PretrainedError, listed, read_json
+from xformer.tree import value
 from xformer.typing import Array
 
 NAMES = {  # torch's name -> a name in ACTIVATIONS; None: no activation
@@ -34,12 +38,37 @@ class Dense(NamedTuple):
 
 
 def dense(x: Array, modules: tuple[Dense, ...]) -> Array:
-    """The vectors (B, O) of x (B, I) after all modules, in their order."""
+    """The vectors (..., O) of x (..., I) after all modules, in their order."""
     for module in modules:
         x, _ = linear(x, module.params)
         if module.activation is not None:
             x, _ = ACTIVATIONS[module.activation](x)
     return x
+
+
+def width_after(what: str, modules: tuple[Dense, ...], width: int) -> int:
+    """The width of vectors after all modules, before which they have `width` numbers.
+
+    ValueError, which begins with `what`, for a module of another width.
+    """
+    for i, (w, _) in enumerate(module.params for module in modules):
+        if w.shape[0] != width:
+            raise ValueError(
+                f"{what}: modules[{i}] must map {width} numbers, its w has shape {tuple(w.shape)}"
+            )
+        width = w.shape[1]
+    return width
+
+
+def maps_like(params: Any, modules: tuple[Dense, ...]) -> tuple[LinearParams, ...]:
+    """The linear maps of the modules, on the backend and device of params and in their dtype."""
+    table = value(params.embed.table)
+    xp, backend = array_namespace(table), replace(backends.backend_of(table), device=device(table))
+    made: tuple[LinearParams, ...] = tree.map(
+        lambda a: xp.astype(backend.asarray(a), table.dtype),
+        tuple(module.params for module in modules),
+    )
+    return made
 
 
 def read_dense(folder: Path, what: str = "sentence_embedding") -> Dense:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device
 
-from xformer import backends, ops, tree
+from xformer import ops
 from xformer.checks import require_one_of, require_sizes
 from xformer.compiling import Forward
 from xformer.layers import pooling as layers_pooling
-from xformer.layers.linear import LinearParams
 from xformer.sentences.batches import KEPT, Progress, by_batch, require_language_model
-from xformer.sentences.dense import Dense, dense
-from xformer.tree import value
+from xformer.sentences.dense import Dense, dense, maps_like, width_after
 from xformer.typing import Array
 
 ALIASES = {"cls": "first"}
@@ -67,13 +63,8 @@ def embed(
     """
     require_language_model("embed", model)
     how = pooling_of("embed", model, pooling)
-    width = model.d_model * (len(how) if isinstance(how, tuple) else 1)
-    for i, (w, _) in enumerate(module.params for module in modules):
-        if w.shape[0] != width:
-            raise ValueError(
-                f"embed: modules[{i}] must map {width} numbers, its w has shape {tuple(w.shape)}"
-            )
-        width = w.shape[1]
+    joined = model.d_model * (len(how) if isinstance(how, tuple) else 1)
+    width = width_after("embed", modules, joined)
     if truncate_dim is not None:
         (truncate_dim,) = require_sizes("embed", 1, truncate_dim=truncate_dim)
         if truncate_dim > width:
@@ -82,7 +73,7 @@ def embed(
     skip = 0 if include_prompt else n_tokens_of_prompt(tokenizer, prompt)
     activations = tuple(module.activation for module in modules)
     run = _vectors(model, how, skip, activations, truncate_dim, normalize)
-    maps = _like(params, tuple(module.params for module in modules))
+    maps = maps_like(params, modules)
 
     return by_batch(
         "embed",
@@ -138,16 +129,6 @@ def _vectors(
         return ops.l2_normalize(y)[0] if normalize else y
 
     return Forward(vectors)
-
-
-def _like(params: Any, maps: tuple[LinearParams, ...]) -> tuple[LinearParams, ...]:
-    """`maps` as arrays of the backend, device and dtype of params."""
-    table = value(params.embed.table)
-    backend = replace(backends.backend_of(table), device=device(table))
-    made: tuple[LinearParams, ...] = tree.map(
-        lambda a: array_namespace(table).astype(backend.asarray(a), table.dtype), maps
-    )
-    return made
 
 
 def similarity(a: Array, b: Array | None = None) -> Array:
