@@ -162,8 +162,9 @@ def test_hits_are_the_most_similar_passages(model_folder: Path, notes: Path) -> 
 def test_only_what_changed_is_embedded(
     model_folder: Path, notes: Path, tmp_path: Path, embedded: list[str]
 ) -> None:
+    (notes / "z.txt").write_text("a cat")
     index = indexed(model_folder, notes)
-    assert len(embedded) == 5
+    assert len(embedded) == 6
     path = tmp_path / "index"
     write_index(index, path)
     old = read_index(path)
@@ -175,10 +176,12 @@ def test_only_what_changed_is_embedded(
 
     os.utime(notes / "a.txt", ns=(5, 5))  # another time, the same text
     (notes / "b" / "c.md").write_text("a dog\n\nthe tree was very good")
-    (notes / "d.TXT").unlink()
+    (notes / "d.TXT").write_text("bad")  # another text of the same size
+    os.utime(notes / "d.TXT", ns=(6, 6))
+    (notes / "z.txt").unlink()
     (notes / "0.txt").write_text("so why")
     new = indexed(model_folder, notes, old)
-    assert sorted(embedded) == ["a dog", "so why", "the tree was very good"]
+    assert sorted(embedded) == ["a dog", "bad", "so why", "the tree was very good"]
     whole = indexed(model_folder, notes)
     assert new.files == whole.files and list(new.files) == list(whole.files)
     assert np.array_equal(new.passages, whole.passages)
