@@ -23,6 +23,7 @@ from finetuning import (
     PAD,
     SEP,
     T5,
+    TAGGER,
     V,
     ids,
     write_lines,
@@ -30,6 +31,7 @@ from finetuning import (
 )
 from judges import AUTOGRAD
 from libraries import only
+from test_tokenizer_config import config, write
 
 from xformer import backends, finetune, pretrained, tree
 from xformer.backends import Backend
@@ -47,6 +49,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "seq2seq": (T5, "t5"),
     "contrastive": (BERT, "bert"),
     "classify-pairs": (CLASSIFIER, "bert"),
+    "tag": (TAGGER, "bert"),
 }
 
 
@@ -189,6 +192,67 @@ def test_classify_pairs(tmp_path: Path) -> None:
         examples(made("classify-pairs", tmp_path, max_len=3)[0], PAIRS[0])
 
 
+def test_tag(tmp_path: Path) -> None:
+    """The first token of a word has its tag; a space is a token of no word here."""
+    task, _ = made("tag", tmp_path, max_len=9)
+    long = {"words": ["a", "bcd", "ef", "g"], "tags": [0, 1, 2, 0]}
+    got = batch(task, {"words": ["ab", "c"], "tags": ["B-X", 2]}, long)
+    tokens, targets = got.arrays
+    rows = [row[keep].tolist() for row, keep in zip(tokens, got.masks["mask"], strict=True)]
+    assert rows == [[CLS, *ids("ab c"), SEP], [CLS, *ids("a bcd e"), SEP]]
+    no = IGNORED
+    assert targets.tolist() == [
+        [no, 1, no, no, 2, *[no] * 11],
+        [no, 0, no, 1, no, no, no, 2, *[no] * 8],
+    ]
+    assert (got.n_targets, got.n_tokens) == (5, 15)
+    assert [e.is_cut for e in examples(task, long)] == [True]
+    for words, tags, message in (
+        (["a", "b"], [0], "here: there must be a tag for each of 2 words, got 1"),
+        (["a"], ["B-Y"], "here: a tag must be a number below 3 or one of O, B-X, I-X, got 'B-Y'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            examples(task, {"words": words, "tags": tags})
+
+
+def test_a_word_whose_beginning_is_cut_has_no_tag(tmp_path: Path) -> None:
+    made("tag", tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncation_side": "left"}))
+    task = finetune.task("tag", pretrained.model(TAGGER), tokenizer(tmp_path), max_len=6)
+    (found,) = examples(task, {"words": ["abc", "d"], "tags": [1, 2]})
+    assert found.tokens.tolist() == [CLS, *ids("bc d"), SEP] and found.is_cut
+    assert found.targets.tolist() == [IGNORED] * 4 + [2, IGNORED]
+    with pytest.raises(ValueError, match="here: no word has a token"):
+        examples(task, {"words": ["abcdefg"], "tags": [1]})
+
+
+@pytest.mark.parametrize(
+    ("maker", "kind", "options"),
+    [
+        ("bert", "Bert", {}),
+        ("roberta", "Roberta", {"add_prefix_space": True}),  # or transformers refuses words
+        ("xlm-roberta", "XLMRoberta", {}),
+    ],
+)
+def test_first_tokens_of_words_are_those_of_transformers(
+    maker: str, kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    write(tmp_path, maker, config(f"{kind}Tokenizer", **options))
+    own, theirs = tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    words = ["hello", "don't", "Hello,", "helloa", "a", "(3.14)", "naïve", "hello"]
+    tags = [0, 1, 2, 1, 0, 2, 1, 2]
+    model = pretrained.model(TAGGER | {"vocab_size": own.vocab_size, "max_position_embeddings": 99})
+    (found,) = examples(finetune.task("tag", model, own), {"words": words, "tags": tags})
+    wanted = theirs(words, is_split_into_words=True)
+    assert found.tokens.tolist() == wanted["input_ids"]
+    numbers = wanted.word_ids()
+    firsts = [n is not None and n not in numbers[:i] for i, n in enumerate(numbers)]
+    assert (found.targets != IGNORED).tolist() == firsts
+    assert found.targets[firsts].tolist() == tags
+
+
 def test_seq2seq(tmp_path: Path) -> None:
     """Targets behind the token that begins them; both ends are cut to max_len."""
     task, _ = made("seq2seq", tmp_path, max_len=4)
@@ -216,6 +280,7 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "classify": [{"text": "abc", "label": 0}, {"text": "defgh", "label": 2}],
     "seq2seq": [{"source": "abc", "target": "cba"}, {"source": "d", "target": "d"}],
     "classify-pairs": PAIRS,
+    "tag": [{"words": ["abc", "d"], "tags": [0, 2]}, {"words": ["e"], "tags": ["B-X"]}],
 }
 
 
@@ -279,6 +344,10 @@ def records(name: str, n: int, seed: int = 0) -> list[dict[str, Any]]:
     if name == "classify-pairs":
         rows = records("classify", n, seed)
         return [row | {"text": row["text"][:2], "text_pair": row["text"][2:]} for row in rows]
+    if name == "tag":
+        words = [[text[:2], text[2:]] for text in texts]
+        tags = [["abcdefghijklmnopqrstuvwxyz".index(w[0]) // 9 for w in pair] for pair in words]
+        return [{"words": w, "tags": t} for w, t in zip(words, tags, strict=True)]
     fields = finetune.TASKS[name].fields
     if fields == ("text",):
         return [{"text": text} for text in texts]
@@ -449,6 +518,20 @@ def test_the_end_of_long_texts_is_read_as_by_transformers(name: str, tmp_path: P
     assert found.tokens.tolist() == cut(texts[0])
     if len(texts) == 2:
         assert found.targets.tolist() == cut(texts[1])
+
+
+def test_a_new_head_of_tokens() -> None:
+    body = pretrained.model(BERT)
+    params = body.init(0)
+    names = ("O", "B-X", "I-X")
+    model, new = finetune.with_classifier(body, params, names, head="token_classifier")
+    assert model.hf_config["architectures"] == ["BertForTokenClassification"]
+    assert finetune.is_classifier(model, "token_classifier") and not finetune.is_classifier(model)
+    assert new.head.w.shape == (24, 3) and new.embed.table is params.embed.table
+    with pytest.raises(ValueError, match="models of type gpt2 have no token classifier"):
+        finetune.with_classifier(pretrained.model(GPT2), None, names, head="token_classifier")
+    with pytest.raises(ValueError, match="with_classifier: head must be one of"):
+        finetune.with_classifier(body, params, names, head="words")
 
 
 def test_another_models_tokenizer(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from finetuning import BERT, CLASSIFIER, GPT2, LLAMA, T5, write_folder, write_lines
+from finetuning import BERT, CLASSIFIER, GPT2, LLAMA, T5, TAGGER, write_folder, write_lines
 from test_finetune import records
 from truths import published
 
@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "seq2seq": (T5, "t5", "T5ForConditionalGeneration"),
     "contrastive": (BERT | {"architectures": ["BertModel"]}, "bert", "BertModel"),
     "classify-pairs": (CLASSIFIER, "bert", "BertForSequenceClassification"),
+    "tag": (TAGGER, "bert", "BertForTokenClassification"),
 }
 
 
@@ -172,6 +173,36 @@ def test_a_new_classifier(capsys: pytest.CaptureFixture[str]) -> None:
     hf = transformers.AutoModelForSequenceClassification.from_pretrained("new")
     np.testing.assert_allclose(theirs(hf), output(model, params), atol=2e-5)
     assert main(["classify", "--model", "new", "abc"]) == 0
+
+
+def test_new_labels_of_words(capsys: pytest.CaptureFixture[str]) -> None:
+    folder("masked")
+    rows = [
+        {"words": r["words"], "tags": ["xyz"[t] for t in r["tags"]]} for r in records("tag", 24)
+    ]
+    write_lines(Path("data.jsonl"), rows)
+    options = ["--model", "base", "--data", "data.jsonl", "--steps", "3", "--out", "new"]
+    assert main(["finetune", *options]) == 0
+    assert "task: tag\n" in capsys.readouterr().out
+    model, params = pretrained.load("new")
+    assert model.hf_config["id2label"] == {"0": "x", "1": "y", "2": "z"}
+    from huggingface import transformers
+
+    hf = transformers.AutoModelForTokenClassification.from_pretrained("new")
+    np.testing.assert_allclose(theirs(hf), output(model, params), atol=2e-5)
+    for bad, message in (
+        ({"words": [], "tags": []}, "words must be a list that is not empty, got []"),
+        ({"words": "ab", "tags": ["x"]}, "words must be a list that is not empty, got 'ab'"),
+        (
+            {"words": ["a", ""], "tags": ["x", "x"]},
+            "words must be texts that are not empty, got ''",
+        ),
+        ({"words": ["a"], "tags": [["x"]]}, "labels must all be names, or all numbers"),
+        ({"words": ["a", "b"], "tags": ["x"]}, "there must be a tag for each of 2 words, got 1"),
+    ):
+        write_lines(Path("data.jsonl"), [*rows, bad])
+        assert main(["finetune", *options[:-1], "other"]) == 1
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -460,6 +491,7 @@ def test_a_checkpoint_of_ours_is_no_base(capsys: pytest.CaptureFixture[str]) -> 
         ('{"text": "a"}\n', "BertForMaskedLM", "masked"),
         ('{"text": "a", "label": 1}\n', "BertForMaskedLM", "classify"),
         ('{"text": "a", "text_pair": "b", "label": 1}\n', "BertForMaskedLM", "classify-pairs"),
+        ('{"words": ["a"], "tags": ["O"]}\n', "BertForMaskedLM", "tag"),
         ('{"prompt": "a", "completion": "b"}\n', "LlamaForCausalLM", "prefix"),
         ('{"source": "a", "target": "b"}\n', "T5ForConditionalGeneration", "seq2seq"),
         ('{"anchor": "a", "positive": "b"}\n', "BertModel", "contrastive"),

@@ -41,6 +41,12 @@ USES = {
     **dict.fromkeys(("causal", "prefix", "seq2seq"), "generate --model {} --prompt={}"),
     "classify": "classify --model {} -- {}",
     "contrastive": "embed --model {} -- {} {}",
+    "tag": "tag --model {} -- {}",
+}
+NEW_HEADS = {  # task -> the head that a model without one gets
+    "classify": "classifier",
+    "classify-pairs": "classifier",
+    "tag": "token_classifier",
 }
 
 
@@ -130,7 +136,8 @@ def _run(options: argparse.Namespace, world: World) -> int:
     if world.rank == 0:
         _conclude(job, folder, state, best, before)
     if options.task in USES:
-        texts = (str(first.fields[name]).strip() for name in job.task.fields)
+        values = (first.fields[name] for name in job.task.fields)
+        texts = (" ".join(map(str, v if isinstance(v, list) else [v])).strip() for v in values)
         shown = (str(folder), *(text.partition("\n")[0][:SHOWN] for text in texts))
         print(f"to use it: xformer {USES[options.task].format(*map(shlex.quote, shown))}")
     return 0
@@ -239,11 +246,13 @@ def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, A
     model, params, words, *_ = opened(args)
     if model.hf_config["model_type"] == "llama2.c":
         model, params = as_llama(model, params)
-    if args.task not in ("classify", "classify-pairs") or finetune.is_classifier(model):
+    head = NEW_HEADS.get(args.task)
+    if head is None or finetune.is_classifier(model, head):
         return model, params, words, False
     pad_id = words.eos_id if words.pad_id is None else words.pad_id
     names = finetune.labels_in(records)
-    new = finetune.with_classifier(model, params, names, seed=args.seed, pad_id=pad_id)
+    options: Any = {"head": head, "seed": args.seed, "pad_id": pad_id}
+    new = finetune.with_classifier(model, params, names, **options)
     return *new, words, True
 
 

@@ -16,6 +16,7 @@ from xformer.training.lines import holds_json, lines, require_file
 
 JSON = (*LINES, ".json")
 LABEL = "label"  # the only field that may be a number
+LISTS = ("words", "tags")  # fields that are lists
 
 T = TypeVar("T")
 
@@ -32,7 +33,8 @@ def read(path: str | os.PathLike[str], fields: Sequence[str] = ("text",)) -> lis
 
     path: a .jsonl or .jsonl.gz file (in any case) with a JSON object a line; in any other file,
         each line is a text
-    fields: the names of the fields to read. They are texts; `label` is a number or a name.
+    fields: the names of the fields to read. They are texts; `label` is a number or a name, `words`
+        a list of texts, `tags` a list of numbers or names.
 
     FileNotFoundError if there is no file. ValueError, which names the line, for a bad line, and if
     there is no record.
@@ -95,7 +97,13 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
 def _fields(line: str, names: Sequence[str]) -> dict[str, Any]:
     """The named fields of a JSON object. ValueError for a missing or an empty one."""
     data = fields_of(line, names)
+    for name in LISTS:
+        if name in names and (not isinstance(data[name], list) or not data[name]):
+            raise ValueError(f"{name} must be a list that is not empty, got {data[name]!r:.60}")
+    for word in data.get("words", ()):
+        if not isinstance(word, str) or not word:
+            raise ValueError(f"words must be texts that are not empty, got {word!r:.60}")
     for name in names:
-        if name != LABEL and (not isinstance(data[name], str) or not data[name]):
+        if name not in (LABEL, *LISTS) and (not isinstance(data[name], str) or not data[name]):
             raise ValueError(f"{name} must be a text that is not empty, got {data[name]!r:.60}")
     return data

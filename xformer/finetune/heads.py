@@ -9,9 +9,10 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from xformer import backends, pretrained, tree
+from xformer.checks import require_one_of
 from xformer.finetune.data import LABEL, Record
 from xformer.initializers import normal
-from xformer.models import Classifier, LanguageModel, Pooler
+from xformer.models import Classifier, LanguageModel, Pooler, TokenClassifier
 from xformer.pretrained.families import FAMILIES
 from xformer.pretrained.loading import links_of
 from xformer.tree import value
@@ -19,17 +20,22 @@ from xformer.tree import value
 MAX_LABELS = 10_000
 
 
-def is_classifier(model: Any) -> bool:
-    """Whether a model is a LanguageModel with a Classifier."""
-    return isinstance(model, LanguageModel) and isinstance(model.head, Classifier)
+HEADS: dict[str, type] = {"classifier": Classifier, "token_classifier": TokenClassifier}
+
+
+def is_classifier(model: Any, head: str = "classifier") -> bool:
+    """Whether a model is a LanguageModel with a head of a kind in `HEADS`."""
+    return isinstance(model, LanguageModel) and isinstance(model.head, HEADS[head])
 
 
 def labels_in(records: Sequence[Record]) -> list[str]:
     """The names of the classes of records: their names, or LABEL_0 up to the highest number.
 
-    ValueError unless all labels are names, or all are numbers from 0 to MAX_LABELS - 1.
+    A record has a `label`, or `tags`, a list of labels. ValueError unless all labels are names, or
+    all are numbers from 0 to MAX_LABELS - 1.
     """
-    labels = [record.fields[LABEL] for record in records]
+    listed = [r.fields["tags"] if "tags" in r.fields else [r.fields[LABEL]] for r in records]
+    labels = [label for labels in listed for label in labels]
     if all(isinstance(label, str) for label in labels):
         return sorted(set(labels))
     if all(isinstance(label, int) and not isinstance(label, bool) for label in labels):
@@ -40,30 +46,37 @@ def labels_in(records: Sequence[Record]) -> list[str]:
 
 
 def with_classifier(
-    model: Any, params: Any, labels: Sequence[str], *, seed: int = 0, pad_id: int | None = None
+    model: Any,
+    params: Any,
+    labels: Sequence[str],
+    *,
+    head: str = "classifier",
+    seed: int = 0,
+    pad_id: int | None = None,
 ) -> tuple[Any, Any]:
     """The model and parameters of a classifier: a pretrained body with a new head.
 
-    It equals AutoModelForSequenceClassification of transformers for the family. BERT's pooler is
-    kept if the model has it.
+    It equals AutoModelForSequenceClassification of transformers for the family, or
+    AutoModelForTokenClassification. BERT's pooler is kept if the model and the new head have it.
 
     labels: the names of the classes
+    head: "classifier" or "token_classifier"
     seed: of the new parameters
     pad_id: for a configuration without a pad_token_id, which transformers needs for batches
 
-    ValueError for fewer than two classes, for equal names, and for a model whose family has no
-    classifier.
+    ValueError for fewer than two classes, for equal names, for another head, and for a model whose
+    family has none of this kind.
     """
+    require_one_of("with_classifier: head", head, HEADS)
     if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ValueError(f"with_classifier: labels must be two or more, all different: {labels}")
     source = getattr(model, "hf_config", None) or {}
     family = FAMILIES.get(source.get("model_type", ""))
-    names = [
-        name for name, head in (family.heads if family else {}).items() if head == "classifier"
-    ]
+    names = [name for name, kind in (family.heads if family else {}).items() if kind == head]
     if not names or not isinstance(model, LanguageModel):
         raise ValueError(
-            f"with_classifier: models of type {source.get('model_type')} have no classifier"
+            f"with_classifier: models of type {source.get('model_type')} have no "
+            f"{head.replace('_', ' ')}"
         )
     config = dict(source) | {
         "architectures": names[:1],
@@ -78,11 +91,11 @@ def with_classifier(
     table = value(params.embed.table)
     dtype = "float64" if table.dtype == array_namespace(table).float64 else "float32"
     rng = backends.backend_of(table).generator(seed, dtype)
-    head = new.head.init(rng, new.d_model, new.embed, draw=partial(normal, std=0.02))
+    leaves = new.head.init(rng, new.d_model, new.embed, draw=partial(normal, std=0.02))
     params = tree.thaw(params)
     if _has_pooler(model, new):
-        head = head._replace(dense=params.head)
-    return new, params._replace(head=head)
+        leaves = leaves._replace(dense=params.head)
+    return new, params._replace(head=leaves)
 
 
 def _has_pooler(model: Any, new: Any) -> bool:

@@ -24,7 +24,7 @@ from xformer.typing import Array
 class Classify(Task):
     """Predict the class of a text. A label is the class's number or its name in the model."""
 
-    fields = ("text", "label")
+    fields: ClassVar[tuple[str, ...]] = ("text", "label")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,17 +49,21 @@ class Classify(Task):
         return Batch((tokens, classes), {"mask": mask}, len(classes), int(mask.sum()))
 
     def _label(self, label: Any) -> int:
-        names = labels(self.model)
-        if isinstance(label, str) and (n := names.count(label)) > 1:
-            raise ValueError(f"{n} classes are called {label!r:.60}: label must be a number")
-        if isinstance(label, str) and label in names:
-            return names.index(label)
-        if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names):
-            return label
-        shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-        raise ValueError(
-            f"label must be a number below {len(names)} or one of {shown}, got {label!r:.60}"
-        )
+        return class_number(labels(self.model), label, "label")
+
+
+def class_number(names: list[str], label: Any, what: str) -> int:
+    """The number of the class `label`, a number or a name. ValueError, which calls it `what`."""
+    if isinstance(label, str) and (n := names.count(label)) > 1:
+        raise ValueError(f"{n} classes are called {label!r:.60}: {what} must be a number")
+    if isinstance(label, str) and label in names:
+        return names.index(label)
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names):
+        return label
+    shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    raise ValueError(
+        f"{what} must be a number below {len(names)} or one of {shown}, got {label!r:.60}"
+    )
 
 
 class ClassifyPairs(Classify):

@@ -17,6 +17,7 @@ from xformer.finetune.base import LONGEST, Example, Task, context_of
 from xformer.finetune.data import Record, first_fields
 from xformer.finetune.language import Causal, Completion, Masked
 from xformer.finetune.pairs import Classify, ClassifyPairs, Contrastive, Seq2Seq
+from xformer.finetune.tagging import TagWords
 from xformer.pretrained.files import CONFIG
 from xformer.pretrained.foreign import require_model
 from xformer.pretrained.reading import read_json
@@ -29,6 +30,7 @@ TASKS: dict[str, type[Task]] = {
     "seq2seq": Seq2Seq,
     "contrastive": Contrastive,
     "classify-pairs": ClassifyPairs,
+    "tag": TagWords,
 }
 
 
@@ -49,12 +51,11 @@ def task(name: str, model: Any, tokenizer: Any, max_len: int | None = None, **op
 def suited(data: str | os.PathLike[str], model: str | os.PathLike[str]) -> str:
     """The name of the task that fits the fields of a file's first record and the model in a folder.
 
-    It is the first of prefix, classify-pairs, classify, seq2seq and contrastive whose fields the
-    record has.
-    Otherwise it is masked for a masked language model, and causal for other models.
+    It is the first of prefix, classify-pairs, classify, seq2seq, contrastive and tag whose fields
+    the record has. Otherwise it is masked for a masked language model, and causal for other models.
     """
     fields = set(first_fields(data))
-    for name in ("prefix", "classify-pairs", "classify", "seq2seq", "contrastive"):
+    for name in ("prefix", "classify-pairs", "classify", "seq2seq", "contrastive", "tag"):
         if fields >= set(TASKS[name].fields):
             return name
     folder = Path(model)
