@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ def test_training_is_refused(name: str, precision: str) -> None:
     message = f"train: precision {precision} excludes {SAID[name]}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         next(iter(training.train(loss, state, source, config, NUMPY)))
+
+
+def test_a_fixed_multiplier_is_refused() -> None:
+    network = GPT(**SIZES).network
+    block = dataclasses.replace(network.blocks[0], residual_multiplier=0.22)
+    granite = dataclasses.replace(network, blocks=(block,) * 2)
+    message = "train: precision bfloat16 excludes residual_multiplier: no kernel multiplies by it"
+    with pytest.raises(ValueError, match=f"^{message}; train in float32$"):
+        require_reducible("train", granite, "bfloat16")
+    require_reducible("train", granite, None)
 
 
 def test_other_models_pass() -> None:

@@ -34,6 +34,8 @@ REFUSED = {
     "deepseek_v3": "experts: x must be float32 or float64, got bfloat16",
     "gemma2": "rms_norm: w must be float32",
     "gemma3_text": "rms_norm: w must be float32",
+    "granite": "rms_norm: w must be float32",
+    **dict.fromkeys(("cohere", "cohere2"), "linear_cross_entropy: w must be float32"),
     "alibi": "sdpa: no kernel runs in bfloat16: a bias is not added in bfloat16",
     "relative bias": "sdpa: no kernel runs in bfloat16: a bias is not added in bfloat16",
     "shaw": "shaw: q must be float32 or float64, got bfloat16",

@@ -36,6 +36,8 @@ def _obstacle(config: BlockConfig) -> tuple[str, str] | None:
         return "residual_scale", "ops.scale has no kernel for it; train in float32"
     if not isinstance(config.attn, AttentionConfig):
         return "latent attention", "backward would add gradients of heads in two bytes"
+    if config.residual_multiplier != 1.0:
+        return "residual_multiplier", "no kernel multiplies by it; train in float32"
     if config.attn.xl:
         return "attn.xl", "ops.xl_attention has no kernel for it; train in float32"
     return None
