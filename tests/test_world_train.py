@@ -323,7 +323,7 @@ def test_finetuning() -> None:
         *("--checkpoint-every", 5),
     ]
     wanted = launched.good(1, "command", "", *command, "--out", "one")
-    out = launched.good(2, "command", "", *command, "--out", "two")
+    out = launched.good(2, "command", "", *command, "--shard-optimiser", "--out", "two")
     assert "; 2 processes by MPI on 1 machine, 1 thread each" in out
     assert out.count("validation loss ") == out.count("to use it: xformer classify") == 1
     lines = [[x for x in t.splitlines() if x.startswith("validation")] for t in (wanted, out)]

@@ -19,11 +19,12 @@ from xformer.cli.models import is_own, kernels_of, opened
 from xformer.cli.progress import Bar, each
 from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
 from xformer.cli.texts import watched
-from xformer.cli.together import description, together
+from xformer.cli.together import description, optimiser_of, together
 from xformer.cli.train import STOPPING, folder_of, parts
 from xformer.finetune import Record, Task, TrainConfig, lora, peft
 from xformer.finetune.loop import about_of
 from xformer.finetune.saving import ADAPTER
+from xformer.optim import Optimiser
 from xformer.pretrained.convert import as_llama
 from xformer.sentences import settings
 from xformer.training import Diverged, Run, State, Step, interruptible
@@ -89,10 +90,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, world: World) -> int:
     job, first = _job(options)
-    state = training.start(job.params, job.config)  # it may raise, before a folder is made
+    optimiser = optimiser_of(job.config, options, world)
+    # It may raise, before a folder is made.
+    state = training.start(job.params, job.config, optimiser)
     require_shares(job.config, world)
     if world.size > 1:
-        require_alike(world, job.backend, about_of(*job), options.checkpoint_every)
+        told = about_of(*job) | {"shard_optimiser": options.shard_optimiser}
+        require_alike(world, job.backend, told, options.checkpoint_every)
     folder = folder_of(options, world, "finetuned")
     run = finetune.run(
         folder,
@@ -121,7 +125,7 @@ def _run(options: argparse.Namespace, world: World) -> int:
             _introduce(job, begun, world)
             if not begun:
                 before = _measured(job, state.params, world)
-            for after in _states(job, run, state):
+            for after in _states(job, run, state, optimiser):
                 state = after
             best = _best(job, state, save, world)
     except KeyboardInterrupt:  # pressed twice; if in an update, some parameters are updated
@@ -172,7 +176,7 @@ def _job(options: argparse.Namespace) -> tuple[Job, Record]:
     return Job(task, params, examples, config, backend, validation), records[0]
 
 
-def _states(job: Job, run: Run, state: State) -> Iterator[State]:
+def _states(job: Job, run: Run, state: State, optimiser: Optimiser) -> Iterator[State]:
     """Run the steps, yield the state after each, and show progress. Ctrl-C ends it."""
     n_steps = job.config.steps
     hidden = not sys.stderr.isatty()
@@ -184,7 +188,8 @@ def _states(job: Job, run: Run, state: State) -> Iterator[State]:
     ):
         last: float | None = None  # validation loss
         best_step = state.best_step
-        steps = finetune.train(*job._replace(params=state), donate=True, world=run.world)
+        settings: Any = {"optimiser": optimiser, "donate": True, "world": run.world}
+        steps = finetune.train(*job._replace(params=state), **settings)
         del state  # or the first one would stay in memory
         for step in run.record(_noted(steps, run.folder, best_step), stopping):
             last = last if step.validation is None else step.validation

@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "batch": 8,
     "accumulate": 1,
     "optimiser": "adamw",
+    "shard_optimiser": False,
     "lr": None,
     "schedule": "cosine",
     "warmup": None,
@@ -65,8 +66,9 @@ OPTIONS = Stored(
     # The run compares the parameters of the model and the tokens of the data.
     free=(
         *("model", "data", "tokenizer", "backend", "device"),
-        *("checkpoint_every", "keep_checkpoints"),
+        *("shard_optimiser", "checkpoint_every", "keep_checkpoints"),
     ),
+    added=("shard_optimiser",),
 )
 
 
@@ -121,6 +123,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add_shared(add, "--schedule", "cosine")
     add_shared(add, "--warmup", "a tenth of the steps")
     add_shared(add, "--optimiser", "adamw")
+    add_shared(add, "--shard-optimiser")
     add_shared(add, "--weight-decay", "0")
     add_shared(add, "--clip", "1; 0: no clipping")
     add_shared(add, "--validate-every", "a quarter of the steps, at least 100")

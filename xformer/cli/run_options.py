@@ -22,12 +22,26 @@ from xformer.training.config import NOAM, SCHEDULES
 from xformer.training.loop import is_stale
 from xformer.training.run import RUN, read_run
 
+
+class Flag(argparse.BooleanOptionalAction):
+    """A flag whose form with --no- overrides --config; the usage has the short form alone."""
+
+    def format_usage(self) -> str:
+        """The option without its other form, which would make lines too long."""
+        return self.option_strings[0]
+
+
+FLAG: dict[str, Any] = {"action": Flag, "default": None}  # arguments of `add_argument`
 # Option -> arguments of `add_argument`. `add_shared` adds the command's default to the help text.
 SHARED: dict[str, dict[str, Any]] = {
     "--accumulate": {"type": int, "metavar": "N", "help": "batches a step"},
     "--schedule": {"choices": (*SCHEDULES, NOAM), "help": "of the learning rate"},
     "--warmup": {"type": int, "metavar": "STEPS", "help": "steps of linear warmup"},
     "--optimiser": {"choices": OPTIMISERS, "help": ""},
+    "--shard-optimiser": {
+        **FLAG,
+        "help": "each of several processes keeps a part of the optimiser's state: the same numbers",
+    },
     "--weight-decay": {"type": float, "metavar": "X", "help": "applied to weight matrices"},
     "--clip": {"type": float, "metavar": "NORM", "help": "clip the global gradient norm"},
     "--validate-every": {"type": int, "metavar": "STEPS", "help": "steps between validations"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from threadpoolctl import threadpool_limits
 
 from xformer.backends.numpy.threads import n_threads
+from xformer.optim import Optimiser, sharded
+from xformer.training import TrainConfig
 from xformer.world import World, world
 
 # With one of these, the user has chosen the number of threads.
@@ -36,6 +39,12 @@ def together() -> Iterator[World]:
             stack.enter_context(threadpool_limits(_share(found)))
         yield found
         found.broadcast(None)
+
+
+def optimiser_of(config: TrainConfig, options: argparse.Namespace, found: World) -> Optimiser:
+    """The optimiser of a configuration, sharded with --shard-optimiser."""
+    optimiser = config.chosen_optimiser()
+    return sharded(optimiser, found) if options.shard_optimiser else optimiser
 
 
 def description(found: World) -> str:

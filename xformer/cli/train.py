@@ -22,12 +22,11 @@ from xformer.cli.generate import write
 from xformer.cli.models import kernels_of, opened
 from xformer.cli.progress import EVERY, WIDTH, Bar
 from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
-from xformer.cli.together import description, together
+from xformer.cli.together import description, optimiser_of, together
 from xformer.cli.train_job import Job, job_of
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
 from xformer.initializers import fixup
-from xformer.optim import Optimiser, sharded
 from xformer.showing import size
 from xformer.training import Run, State, Step, dashboard, evaluate, interruptible, start, train
 from xformer.training.loop import is_stale, require_shares
@@ -95,7 +94,7 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
             params = fixup(params, n_branches=2 * job.model.n_layers)
     else:
         params = train_from.first_params(options)
-    optimiser = _optimiser(job, options, world)
+    optimiser = optimiser_of(job.config, options, world)
     state = run.begin(start(params, job.config, optimiser, job.loss), options.resume_step)
     long_names = train_options.by_long_name(run.notes)
     world.first(lambda: config_file.write(run.folder, "train", long_names))
@@ -106,12 +105,6 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
         print(f"validation loss {loss:.3f} nats per {job.unit} before training")
         print(_in_other_units(loss, job.unit), flush=True)
     return state
-
-
-def _optimiser(job: Job, options: argparse.Namespace, world: World) -> Optimiser:
-    """The optimiser of the configuration, sharded with --shard-optimiser."""
-    optimiser = job.config.chosen_optimiser()
-    return sharded(optimiser, world) if options.shard_optimiser else optimiser
 
 
 def _measured(job: Job, state: State, world: World) -> float:
@@ -153,7 +146,7 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
     ):
         settings: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
         settings |= {"compiled": options.compile, "world": run.world}
-        settings["optimiser"] = _optimiser(job, options, run.world)
+        settings["optimiser"] = optimiser_of(job.config, options, run.world)
         steps = train(job.loss, state, job.source, job.config, job.backend, donate=True, **settings)
         for step in run.record(steps, stopping):
             state = step.state

@@ -14,6 +14,7 @@ from xformer.cli.config_file import add_config
 from xformer.cli.parser import Parser
 from xformer.cli.paths import BACKEND, DEVICE, nonempty
 from xformer.cli.run_options import (
+    FLAG,
     NO_RUN,
     Stored,
     add_shared,
@@ -42,14 +43,6 @@ class Preset(NamedTuple):
     batch: int
     steps: int
     lr: float
-
-
-class Flag(argparse.BooleanOptionalAction):
-    """A flag whose form with --no- overrides --config; the usage has the short form alone."""
-
-    def format_usage(self) -> str:
-        """The option without its other form, which would make lines too long."""
-        return self.option_strings[0]
 
 
 PRESETS = {
@@ -109,7 +102,6 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("patience", "sample_every", "memory"), int),
     "compile": bool,
 }
-FLAG: dict[str, Any] = {"action": Flag, "default": None}  # arguments of `add_argument`
 DTYPES = ("float32", "float64")
 POSITIONS, MODES = ("learned", "sinusoidal", "none", "xl"), ("add", "concat", "qkv")
 INITS = ("gpt2", "fixup")
@@ -229,8 +221,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add_shared(add, "--schedule", "cosine")
     add_shared(add, "--warmup", "50")
     add_shared(add, "--optimiser", "adamw")
-    share = "each of several processes keeps a part of the optimiser's state: the same numbers"
-    add("--shard-optimiser", **FLAG, help=share)
+    add_shared(add, "--shard-optimiser")
     add_shared(add, "--weight-decay", "0.1; 0 for adam and sgd")
     add_shared(add, "--clip", "1; 0: no clipping")
     average = "also keep an exponential moving average of the weights"

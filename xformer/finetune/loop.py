@@ -14,6 +14,7 @@ from xformer.finetune import lora
 from xformer.finetune.base import Example, Task, TaskLoss
 from xformer.finetune.pairs import Contrastive
 from xformer.finetune.saving import clear, save
+from xformer.optim import Optimiser
 from xformer.training import Batch, Rows, Run, State, Step, TrainConfig
 from xformer.training.state import digest
 from xformer.world import World
@@ -28,6 +29,7 @@ def train(
     backend: Backend,
     held_out: Sequence[Example] = (),
     *,
+    optimiser: Optimiser | None = None,
     donate: bool = False,
     world: World | None = None,
 ) -> Iterator[Step]:
@@ -40,6 +42,7 @@ def train(
     params: all parameters; or the `State` to train on from, which `training.start` or `Run.begin`
         returned (`finetune.run`). Training is then the same as if it had never been stopped.
     held_out: examples to validate on, every config.eval_every steps and after the last step
+    optimiser: used instead of the one in config; a State must be of it
     donate: the next step may overwrite the arrays of a state; the first step, the arrays of params
     world: the processes that train together, as in `training.train`; None: this one alone
     ValueError if all parameters are frozen or there are too few examples. Diverged if the loss or a
@@ -49,8 +52,8 @@ def train(
     batches: list[Batch] = []
     if held_out:
         batches += _source("train", task, held_out, config).held_out()
-    options: Any = {"held_out": batches, "donate": donate, "world": world}
-    state = params if isinstance(params, State) else training.start(params, config)
+    options: Any = {"held_out": batches, "optimiser": optimiser, "donate": donate, "world": world}
+    state = params if isinstance(params, State) else training.start(params, config, optimiser)
     return training.train(TaskLoss(task), state, source, config, backend, **options)
 
 
