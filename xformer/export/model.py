@@ -185,7 +185,7 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
         result[name] = UNBOUNDED if limit is None else limit
     rotary: Any = getattr(network, "rotary", None)
     n = max_unscaled_len(rotary)
-    if "length" not in (sizes or {}) and result["length"] > n:
+    if "length" not in (sizes or {}) and result.get("length", 0) > n:
         scaling = next(c.scaling for c in distinct(rotary) if c.max_unscaled_len == n)
         raise NotExported(
             f'onnx: rotary scaling "{scaling}" has other frequencies for more than {n} '
