@@ -107,6 +107,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "albert": BERT | {"embedding_size": 5},
     "xlm-roberta": BERT | {"pad_token_id": 1},
     "camembert": BERT | {"pad_token_id": 1},
+    "modernbert": {
+        **{"vocab_size": V, "hidden_size": 12, "num_hidden_layers": 4, "num_attention_heads": 3},
+        **{"intermediate_size": 20, "local_attention": 4},
+    },
     "mpnet": {key: n for key, n in BERT.items() if key != "type_vocab_size"},
     "electra": BERT | {"embedding_size": 5},
     "nomic_bert": BERT,
