@@ -91,6 +91,29 @@ def test_nothing_is_chosen(n: int, c: int) -> None:
         assert not x.any()
 
 
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize("threads", [*THREADS, 2])
+def test_biases(activation: str, trainable: bool, threads: int) -> None:
+    """Of inputs so large that some are clamped; one expert has no rows."""
+    *arrays, dy = inputs(chosen(67, 2, [0, 2, 3]), 4, 19, 45)
+    arrays[0] *= 40
+    biases = [normal(4, 45), normal(4, 45, seed=1), normal(4, 19)]
+
+    def fn(x: Any, gate: Any, up: Any, down: Any, weights: Any, ids: Any, *more: Any) -> list[Any]:
+        *bs, dy = more
+        args = x, gate, up, down, weights, *bs
+        y, cache = ops.experts(*args, ids=ids, activation=activation, trainable=trainable)
+        return [y, *(grad for grad in cache.backward(dy) if grad is not None)]
+
+    arrays = [*arrays, *biases, dy]
+    gate = arrays[0] @ arrays[1][0]
+    assert 0.02 < np.mean(gate > 7) < 0.5
+    run = judged(fn, arrays, threads)
+    assert len(run.results) == (9 if trainable else 3) and "experts gate" in names(run)
+    native_against_numpy(run, arrays)
+
+
 def test_experts_that_are_not_trained() -> None:
     arrays = inputs(chosen(31, 2, range(3)), 3, 8, 9)
     run = judged(with_gradients(trainable=False), arrays)

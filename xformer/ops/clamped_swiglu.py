@@ -14,11 +14,13 @@ from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 
+LIMIT = 7.0  # of gpt-oss
+
 
 @overridable
 @shapes("gate (..., F)  up (..., F)")
 def clamped_swiglu(
-    gate: Array, up: Array, *, limit: float = 7.0
+    gate: Array, up: Array, *, limit: float = LIMIT
 ) -> tuple[Array, ClampedSwigluCache]:
     """y = g * sigmoid(1.702 g) * (u + 1), g = min(gate, limit), u = clip(up, -limit, limit).
 

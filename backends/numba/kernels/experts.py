@@ -20,9 +20,11 @@ from xformer.backends.numba.kernels.activations import (
 )
 from xformer.backends.numba.kernels.gemm import Pair
 from xformer.backends.numba.kernels.grouped import Order
+from xformer.backends.numba.kernels.index_add import emit_sums
 from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.kernels.linear import unsupported as linear_unsupported
-from xformer.backends.numba.program.namespace import contiguous
+from xformer.backends.numba.program import namespace
+from xformer.backends.numba.program.namespace import contiguous, reshape, take
 from xformer.backends.numba.program.native import (
     Native,
     bits,
@@ -36,11 +38,13 @@ from xformer.backends.numba.program.native import (
 )
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.ops.clamped_swiglu import LIMIT
 from xformer.ops.experts import experts as op
 from xformer.ops.experts import require_choice
 from xformer.showing import short
 from xformer.typing import Array
 
+CLAMPED = "clamped_swiglu"
 BLOCK = 2048  # elements of a row at a time: seven blocks fit in a core's caches
 
 
@@ -60,14 +64,13 @@ def unsupported(
 ) -> str | None:
     """Return why the numba kernel of `experts` cannot run, or None if it can.
 
-    It needs float32 arrays, no biases, an activation of `FORMULAS`, x and weights that are not both
-    constants of the program, and a matmul in NumPy's BLAS library.
+    It needs float32 arrays, an activation of `FORMULAS` or "clamped_swiglu", x and weights that
+    are not both constants of the program, and a matmul in NumPy's BLAS library.
     """
-    if any(b is not None for b in (b_gate, b_up, b_down)):
-        return "biases"
-    if activation not in FORMULAS:
+    if activation not in FORMULAS and activation != CLAMPED:
         return f"no activation {activation!r}"
-    if any(array.dtype != np.float32 for array in (w_gate, w_up, w_down)):
+    arrays = w_gate, w_up, w_down, b_gate, b_up, b_down
+    if any(array is not None and array.dtype != np.float32 for array in arrays):
         return "only float32"
     return linear_unsupported(x, weights)
 
@@ -87,18 +90,42 @@ def experts(
     activation: str = "silu",
     trainable: bool = True,
 ) -> tuple[Array, NumbaExpertsCache]:
-    """y_n = sum_c weights_nc * (act(x_n w_gate_e) * (x_n w_up_e)) w_down_e, e = ids_nc."""
+    """y_n = sum_c weights_nc * (act(x_n w_gate_e) * (x_n w_up_e)) w_down_e, e = ids_nc.
+
+    Biases and the clamps of "clamped_swiglu" are functions of the array API on the sorted choices.
+    """
     ids = require_choice(ids, w_gate, activation)
     order = grouped.emit_order(program_of(x, weights), ids, len(w_gate))
     rows, weights = grouped.emit_rows("experts rows", x, order), contiguous(weights)
     gate = grouped.emit_grouped("experts gate", [Pair(rows, w_gate)], order)
     up = grouped.emit_grouped("experts up", [Pair(rows, w_up)], order)
-    hidden = _emit_hidden(gate, up, weights, order, activation)
+    biases = b_gate, b_up, b_down
+    chosen: Any = None
+    if any(b is not None for b in biases):
+        chosen = take(reshape(ids, (-1,)), order.choices, axis=0)
+    gate, up = _with_bias(gate, b_gate, chosen), _with_bias(up, b_up, chosen)
+    hidden = _emit_hidden(*_inputs(gate, up, activation), weights, order)
     down = grouped.emit_grouped("experts down", [Pair(hidden, w_down)], order)
+    if b_down is not None:
+        share: Any = take(reshape(weights, (-1,)), order.choices, axis=0)
+        down = down + share[:, None] * take(b_down, chosen, axis=0)
     y = grouped.emit_sums("experts sums", down, order, len(x))
     return y, NumbaExpertsCache(
-        x, w_gate, w_up, w_down, weights, order, gate, up, activation, trainable
+        x, w_gate, w_up, w_down, weights, order, gate, up, activation, trainable, biases, chosen
     )
+
+
+def _with_bias(x: Array, b: Any, chosen: Any) -> Array:
+    """x (M, F) plus the bias of each choice's expert. b: (E, F), chosen: (M,)."""
+    return x if b is None else x + take(b, chosen, axis=0)
+
+
+def _inputs(gate: Array, up: Array, activation: str) -> tuple[Array, Array, str]:
+    """Gate, up and the activation of the gated unit act(gate) * up."""
+    if activation != CLAMPED:
+        return gate, up, activation
+    up = namespace.minimum(namespace.maximum(up, -LIMIT), LIMIT) + 1
+    return namespace.minimum(gate, LIMIT), up, "quick_gelu"
 
 
 @short
@@ -111,21 +138,32 @@ class NumbaExpertsCache(NamedTuple):
     w_down: Array  # (E, F, D)
     weights: Array  # (N, C)
     order: Order
-    gate: Array  # (M, F): x w_gate of each choice, sorted by expert
-    up: Array  # (M, F): x w_up of each choice, sorted by expert
+    gate: Array  # (M, F): x w_gate + b_gate of each choice, sorted by expert
+    up: Array  # (M, F): x w_up + b_up of each choice, sorted by expert
     activation: str
     trainable: bool
+    biases: tuple[Array | None, ...]  # b_gate, b_up, b_down
+    chosen: Any  # (M,): the expert of each sorted choice; None without biases
 
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
         """Return the gradients of x, of the experts (None unless trainable), and of `weights`.
 
-        Those of biases, which are last, are None.
+        Those of biases are last.
         """
         require_gradient("experts", "dy", dy, self.x)
         order, w_gate, w_up, w_down = self.order, self.w_gate, self.w_up, self.w_down
         dy_rows = grouped.emit_rows("experts dy rows", dy, order)
         dhidden = grouped.emit_grouped("experts dhidden", [Pair(dy_rows, w_down.mT)], order)
-        dgate, dup, dweights, *hidden = _emit_backward(self, dhidden)
+        gate, up, activation = _inputs(self.gate, self.up, self.activation)
+        unit = self._replace(gate=gate, up=up, activation=activation)
+        dgate, dup, dweights, *hidden = _emit_backward(unit, dhidden)
+        if self.activation == CLAMPED:
+            dgate = namespace.where(self.gate > LIMIT, 0.0, dgate)
+            dup = namespace.where(namespace.abs(self.up) > LIMIT, 0.0, dup)
+        if (b_down := self.biases[2]) is not None:
+            dshare = namespace.sum(dy_rows * take(b_down, self.chosen, axis=0), axis=1)
+            dshare = take(dshare, order.positions, axis=0)
+            dweights = dweights + reshape(dshare, dweights.shape)
         pairs = [Pair(dgate, w_gate.mT), Pair(dup, w_up.mT)]
         dx_rows = grouped.emit_grouped("experts dx rows", pairs, order)
         dx = grouped.emit_sums("experts dx", dx_rows, order, len(dy))
@@ -134,10 +172,21 @@ class NumbaExpertsCache(NamedTuple):
         rows = grouped.emit_rows("experts rows", self.x, order)
         triples = (rows, w_gate, dgate), (rows, w_up, dup), (hidden[0], w_down, dy_rows)
         dws = (grouped.emit_gradient("experts dw", *x_w_dy, order) for x_w_dy in triples)
-        return dx, *dws, dweights, None, None, None
+        return dx, *dws, dweights, *self._bias_gradients(dgate, dup, dy_rows)
+
+    def _bias_gradients(self, dgate: Array, dup: Array, dy_rows: Array) -> list[Array | None]:
+        """The sums over the choices of each expert; None for a bias that is absent."""
+        dzs, program = [dgate, dup, dy_rows], self.order.rows.program
+        if self.biases[2] is not None:
+            share = take(reshape(self.weights, (-1,)), self.order.choices, axis=0)
+            dzs[2] = share[:, None] * dy_rows
+        return [
+            None if b is None else emit_sums(program, "experts db", b.shape, dz, self.chosen)
+            for b, dz in zip(self.biases, dzs, strict=True)
+        ]
 
 
-def _emit_hidden(gate: Array, up: Array, weights: Array, order: Order, activation: str) -> Array:
+def _emit_hidden(gate: Array, up: Array, activation: str, weights: Array, order: Order) -> Array:
     """Return hidden = weight * act(gate) * up of each choice, sorted by expert: (M, F)."""
     program, (code, number) = order.rows.program, FORMULAS[activation]
     hidden = program.fresh(gate.shape, np.float32)
