@@ -23,6 +23,7 @@ BUILT = [(case, *case.build(NUMPY)) for case in cases()]
 NO_CASE = {"Head", "RandomKey", "alibi", "random_bits", "rope_tables", "sinusoidal"}
 # Of a text that grows there is no backward: tests/test_cached.py.
 NO_BACKWARD = {"kv_cache", "n_cached"}
+DECODING = (layers.stack, layers.blocks, layers.latent_attention)
 
 
 def of(function: Any) -> Iterator[tuple[partial[Any], tuple[Any, ...]]]:
@@ -58,7 +59,7 @@ def test_every_option_of_a_function_is_used(function: Callable[..., Any]) -> Non
             given = {args[i] is not None for _, args in of(function) if i < len(args)}
             assert True in given, f"{p.name} is never given"
     for p in (p for p in parameters if p.kind is p.KEYWORD_ONLY):
-        if function in (layers.stack, layers.blocks) and p.name in NO_BACKWARD:
+        if function in DECODING and p.name in NO_BACKWARD:
             continue
         values = [fn.keywords.get(p.name, p.default) for fn, _ in of(function)]
         assert any(v is not p.default for v in values), f"{p.name} is never other than its default"

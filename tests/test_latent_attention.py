@@ -119,18 +119,16 @@ def test_decoding_without_the_keys_of_heads(
         **options,
     )
     rest = x[:, n_first:, :], params, bias[:, n_first:, :]
-    options |= {"rotary": last, "kv_cache": so_far.kv_cache}
-    with inference():
-        two, after = latent_attention(*rest, **options)
+    two, after = latent_attention(*rest, rotary=last, kv_cache=so_far.kv_cache, **options)
     assert after.core is None and so_far.core is not None
-    expanded, saved = latent_attention(*rest, **options)
-    assert saved.core is not None
-    for got in (two, expanded):
-        y_got = library.to_numpy(library.xp.concat([one, got], axis=1))
-        np.testing.assert_allclose(y_got, library.to_numpy(y), **EXACT)
+    both = library.to_numpy(library.xp.concat([one, two], axis=1))
+    np.testing.assert_allclose(both, library.to_numpy(y), **EXACT)
     for a, b in zip(after.kv_cache[:2], cache.kv_cache[:2], strict=True):
         np.testing.assert_allclose(library.to_numpy(a), library.to_numpy(b), **EXACT)
     assert [a.shape for a in after.kv_cache[:2]] == [(B, 1, T, 2), (B, 1, T, 5)]
+    for saved in (so_far, after):
+        with pytest.raises(ValueError, match=r"^latent_attention: with a KV cache nothing is sav"):
+            saved.backward(y)
 
 
 @only("numpy")

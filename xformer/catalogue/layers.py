@@ -241,16 +241,9 @@ def _latent_attention() -> Iterator[Case]:
     yield case("rotary, causal", **turned)
     yield case("latent queries", config={"q_rank": 7, "eps": 0.1}, **turned)
     yield case("one sequence, latent queries", batch=(), config={"q_rank": 7}, **turned)
-    before: Options = {"kv_cache": lambda rng, _: layers.KVCache(*_latents(rng))}
-    yield case("after a KV cache", **before, **turned)
     every: Options = {"q_rank": 7, "bias": True, "scale": 0.3, "dropout": 0.3}
     masked: Options = {"bias": (2, 1, 4), "mask": mask((5, 2, 4, 4), DEAD_QUERY)}
     yield case("all options", config=every, dropout_key=KEY, **masked, **turned)
-
-
-def _latents(rng: Generator) -> tuple[Array, Array]:
-    """The KV cache of `_latent_attention` after three tokens: keys for RoPE, latent vectors."""
-    return rng.normal((5, 1, 3, 4)), rng.normal((5, 1, 3, 5))
 
 
 def _key_value() -> Iterator[Case]:

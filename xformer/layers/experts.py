@@ -180,8 +180,7 @@ def mixture(
     xp = array_namespace(x)
     rows = xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))  # (N, D)
     logits, router = linear(rows, LinearParams(params.router, params.router_bias))  # (N, E)
-    weights, chosen = route(logits, value(params.correction), config=config)
-    ids = chosen.ids
+    (weights, ids), chosen = route(logits, value(params.correction), config=config)
     experts = (
         *(params.gate, params.up, params.down),
         *(params.gate_bias, params.up_bias, params.down_bias),

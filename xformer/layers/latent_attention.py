@@ -10,7 +10,6 @@ from array_api_compat import array_namespace
 from xformer import layers, ops
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_sizes
-from xformer.dispatch import is_inference
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.kv_cache import KVCache, append
@@ -160,9 +159,9 @@ def latent_attention(
     x, y: (B, T, D), or one sequence (T, D)
     bias, mask, causal: of `ops.sdpa`
     rotary: RoPE tables of width R; None: no rotation
-    kv_cache: c and rope(k') of earlier tokens, as its v (B, 1, S, C) and k (B, 1, S, R). They have
-        no gradient. The cache's `kv_cache` has those of x too. If it is static, mask must hide the
-        slots that are not written, and there is no backward.
+    kv_cache: c and rope(k') of earlier tokens, as its v (B, 1, S, C) and k (B, 1, S, R). The
+        cache's `kv_cache` has those of x too, and there is no backward. If it is static, mask must
+        hide the slots that are not written.
     dropout_key: None: no dropout
     ValueError for shapes that do not fit. Derivation: docs/derivations/latent_attention.md
     """
@@ -192,7 +191,7 @@ def latent_attention(
         if kv_cache.write_index is not None and mask is None:
             raise ValueError("latent_attention: a static KV cache needs a mask")
         # Without cached tokens this costs more; adapters and other dtypes need `linear`.
-        absorbs = is_inference() and kv_cache.k is not None and _is_plain(params.kv.up, x)
+        absorbs = kv_cache.k is not None and _is_plain(params.kv.up, x)
         kv_cache = append(k_rope, split_heads(latent, 1), kv_cache=kv_cache)
         k_rope, latent = kv_cache.k, merge_heads(kv_cache.v, x.ndim)
     if absorbs:
@@ -232,8 +231,10 @@ class LatentAttentionCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array, LatentAttentionParams, Array | None]:
         """Gradients of x, params and bias. dk' is the sum over the heads that share k'.
 
-        The gradients of cached c and k' are dropped.
+        ValueError if `latent_attention` had a KV cache.
         """
+        if self.kv_cache is not None:
+            raise ValueError("latent_attention: with a KV cache nothing is saved for a backward")
         n, ndim = self.d_nope, dy.ndim
         xp = array_namespace(dy)
         dheads, do = self.o.backward(dy)
@@ -248,8 +249,6 @@ class LatentAttentionCache(NamedTuple):
         dlatent, dkv_up = self.kv_up.backward(
             merge_heads(xp.concat([dk[..., :n], dv], axis=-1), ndim)
         )
-        n_cached = dk.shape[2] - dy.shape[-2]
-        dlatent, dk_rope = dlatent[..., n_cached:, :], dk_rope[..., n_cached:, :]
         dlatent, dkv_norm = self.kv_norm.backward(dlatent)
         djoint = xp.concat([dlatent, merge_heads(_unturned(dk_rope, self.k_rope), ndim)], axis=-1)
         dx, (dfirst, dkv_down) = self.maps.backward(dq, djoint)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer import ops
+from xformer.dispatch import saved
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 def route(
     logits: Array, correction: Array | None = None, *, config: ExpertsConfig
-) -> tuple[Array, RouteCache]:
-    """The weights (N, C) of the chosen experts, by falling scores. The cache has their ids (N, C).
+) -> tuple[tuple[Array, Array], RouteCache]:
+    """The weights (N, C) of the chosen experts, by falling scores, and their ids (N, C).
 
     The scores of a row are softmax(logits) or sigmoid(logits). With groups, experts outside the
     best groups are left out. Weights are the scores, divided by their sum if `config.normalise`,
@@ -49,9 +50,8 @@ def route(
     shares = None if sums is None else weights
     if config.weight_scale != 1.0:
         weights = weights * config.weight_scale
-    return weights, RouteCache(
-        ids, cache, shares, sums, of_chosen, config.weight_scale, logits.shape[1]
-    )
+    rest = of_chosen, config.weight_scale, logits.shape[1]
+    return (weights, ids), saved(RouteCache(ids, cache, shares, sums, *rest))
 
 
 @short
@@ -101,5 +101,6 @@ def _of_best_groups(keys: Array, config: ExpertsConfig) -> Array:
     group_keys = xp.sum(xp.take_along_axis(grouped, order, axis=-1), axis=-1)  # (N, groups)
     ids = xp.argsort(group_keys, axis=-1, descending=True, stable=True)[:, : config.top_groups]
     every = xp.arange(config.n_groups, dtype=ids.dtype, device=device(ids))
-    is_best = xp.any(ids[:, :, None] == every, axis=1)  # (N, groups)
-    return xp.reshape(xp.where(is_best[:, :, None], grouped, -xp.inf), keys.shape)
+    hits = xp.where(ids[:, :, None] == every, xp.ones_like(group_keys)[:, None, :], 0.0)
+    is_best = xp.sum(hits, axis=1)[:, :, None] > 0.5  # (N, groups, 1)
+    return xp.reshape(xp.where(is_best, grouped, -xp.inf), keys.shape)
