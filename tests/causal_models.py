@@ -103,6 +103,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cohere2": {"architecture": "Cohere2ForCausalLM", **SIZES, **EVERY_SECOND, "logit_scale": 0.3},
 }
 CONFIGS["gpt_neox"].pop("num_key_value_heads")
+CONFIGS["qwen3_5_text"] = {
+    "architecture": "Qwen3_5ForCausalLM",
+    **SIZES,
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 13},
+    **{"linear_value_head_dim": 3, "full_attention_interval": 2, "head_dim": 8},
+}
 ROUTED = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 11}
 CONFIGS |= {
     "qwen2_moe": {

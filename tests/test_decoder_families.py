@@ -28,7 +28,7 @@ from libraries import LIBRARIES, only
 
 from xformer import backends, pretrained, tree
 from xformer.backends import Backend
-from xformer.layers import LatentAttentionConfig
+from xformer.layers import GatedDeltaNetConfig, LatentAttentionConfig
 from xformer.pretrained.reading import read_json
 
 B, T, V = 3, 7, 37
@@ -96,11 +96,18 @@ LATENT_FAMILIES = {  # all heads have keys of their own
     "DeepseekV2": LATENT,
     "DeepseekV3": LATENT | {"n_group": 3, "topk_group": 2},
 }
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+DELTA |= {"linear_key_head_dim": 13, "linear_value_head_dim": 3, "head_dim": 8}
+FAMILIES["Qwen3_5"] = LLAMA | DELTA | {"full_attention_interval": 2}
 FAMILIES |= LATENT_FAMILIES
-CLASSES_OF = {"Gemma3": "Gemma3Text"}  # the names of classes, but for the language model
+CLASSES_OF = {
+    "Gemma3": "Gemma3Text",
+    "Qwen3_5": "Qwen3_5Text",
+}  # the names of classes, but for the language model
 WITHOUT_CLASSIFIER = ("Granite", "Olmoe", "Cohere", "Cohere2")
 LM, CLASSES, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
 FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR = "linear_attention"
 BY_TYPE = {
     FULL: {"rope_type": "linear", "factor": 2.5, "rope_theta": 300.0},
     SLIDING: {"rope_type": "default", "rope_theta": 7.0},
@@ -311,6 +318,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 3, "layer_types": [SLIDING, FULL]},
         {"sliding_window": 3},
     ],
+    "Qwen3_5": [
+        {"attention_bias": True, "rms_norm_eps": 0.1},
+        {"layer_types": [FULL, LINEAR], "tie_word_embeddings": True},
+        {"linear_conv_kernel_dim": 2, "linear_num_key_heads": 1},
+        {"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_theta": 7.0, "mrope_section": [1, 1, 0]}},
+    ],
     "Olmo2": [
         {"attention_bias": True, "rms_norm_eps": 0.1},
         {"hidden_act": "gelu", "head_dim": 6},
@@ -456,7 +470,7 @@ def test_rotary_scalings_as_of_version_4(name: str, key: str, tmp_path: Path) ->
     prove(tmp_path, "Llama", version_4(rotary(name), key), length=ORIGINAL + 5)
 
 
-OWN_ROPE = ("GPT2", "Phi3", "Gemma3", "Olmo3", "Olmoe", *LATENT_FAMILIES)  # or one width of heads
+OWN_ROPE = ("GPT2", "Phi3", "Gemma3", "Olmo3", "Olmoe", "Qwen3_5", *LATENT_FAMILIES)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in (*OWN_ROPE, "Llama")])
@@ -565,7 +579,7 @@ def resolved(model: Any) -> Any:
     """The model without its source and without defaults that mean the same."""
     blocks = (
         b
-        if isinstance(b.attn, LatentAttentionConfig)
+        if isinstance(b.attn, LatentAttentionConfig | GatedDeltaNetConfig)
         else changed(b, d_head=b.attn.head_width, n_kv_heads=b.attn.kv_heads)
         for b in model.blocks
     )

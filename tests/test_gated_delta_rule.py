@@ -47,11 +47,13 @@ def test_the_recurrence_and_its_gradients_by_autograd(
     arrays = inputs(heads=heads)
     leaves = [torch.tensor(a, requires_grad=True) for a in arrays]
     wanted, last = recurrent(*leaves)
-    dy = np.random.default_rng(1).normal(size=tuple(wanted.shape))
-    judged = [wanted, last, *torch.autograd.grad(wanted, leaves, torch.tensor(dy))]
-    y, cache = ops.gated_delta_rule(*arrays, scale=0.6, chunk_len=chunk_len)
+    rng = np.random.default_rng(1)
+    douts = [rng.normal(size=tuple(a.shape)) for a in (wanted, last)]
+    grads = torch.autograd.grad((wanted, last), leaves, tuple(map(torch.tensor, douts)))
+    judged = [wanted, last, *grads]
+    (y, state), cache = ops.gated_delta_rule(*arrays, scale=0.6, chunk_len=chunk_len)
     names = ("y", "last", *NAMES)
-    got = dict(zip(names, (y, cache.state, *cache.backward(dy)), strict=True))
+    got = dict(zip(names, (y, state, *cache.backward(*douts)), strict=True))
     by_torch = (a.detach().numpy() for a in judged)
     require_close(got, dict(zip(names, by_torch, strict=True)), AUTOGRAD)
 
@@ -59,20 +61,23 @@ def test_the_recurrence_and_its_gradients_by_autograd(
 def test_two_parts_are_the_whole() -> None:
     """The state after the first part and the second part's gradients connect both."""
     arrays, dy = inputs(), np.random.default_rng(1).normal(size=(2, 4, 13, 7))
-    y, cache = ops.gated_delta_rule(*arrays)
+    (y, last), cache = ops.gated_delta_rule(*arrays)
     first, second = ([a[:, :, part] for a in arrays[:5]] for part in (slice(6), slice(6, None)))
-    one, one_cache = ops.gated_delta_rule(*first, arrays[5])
-    two, two_cache = ops.gated_delta_rule(*second, one_cache.state)
-    got = {"y": np.concatenate([one, two], axis=2), "state": two_cache.state}
-    got["dv"] = two_cache.backward(dy[:, :, 6:])[2]
-    wanted = {"y": y, "state": cache.state, "dv": cache.backward(dy)[2][:, :, 6:]}
+    (one, state), one_cache = ops.gated_delta_rule(*first, arrays[5])
+    (two, state), two_cache = ops.gated_delta_rule(*second, state)
+    *_, dstate = grads = two_cache.backward(dy[:, :, 6:])
+    both = zip(one_cache.backward(dy[:, :, :6], dstate)[:5], grads, strict=False)
+    joined = [np.concatenate(pair, axis=2) for pair in both]
+    got = {"y": np.concatenate([one, two], axis=2), "state": state}
+    got |= dict(zip(NAMES, joined, strict=False))
+    wanted = {"y": y, "state": last} | dict(zip(NAMES, cache.backward(dy)[:5], strict=False))
     require_close(got, wanted, AUTOGRAD)
 
 
 def test_without_a_state_it_begins_with_zeros() -> None:
     *arrays, state = inputs()
-    y, cache = ops.gated_delta_rule(*arrays)
-    wanted, other = ops.gated_delta_rule(*arrays, 0 * state)
+    (y, _), cache = ops.gated_delta_rule(*arrays)
+    (wanted, _), other = ops.gated_delta_rule(*arrays, 0 * state)
     assert np.array_equal(y, wanted)
     *grads, dstate = cache.backward(y)
     assert dstate is None
@@ -84,16 +89,16 @@ def test_equal_keys_do_not_cancel() -> None:
     _, k, v, log_decay, beta, _ = inputs(t=64)
     k = np.broadcast_to(k[:, :, :1], k.shape)
     args = (k, k, v, 0 * log_decay, 0 * beta + 1)
-    y, _ = ops.gated_delta_rule(*args, scale=1.0)
+    (y, _), _ = ops.gated_delta_rule(*args, scale=1.0)
     assert np.allclose(y, v, rtol=0, atol=1e-13)
-    single, _ = ops.gated_delta_rule(*(a.astype(np.float32) for a in args), scale=1.0)
+    (single, _), _ = ops.gated_delta_rule(*(a.astype(np.float32) for a in args), scale=1.0)
     assert np.allclose(single, v, rtol=0, atol=1e-5)
 
 
 def test_a_strong_decay_does_not_overflow() -> None:
     q, k, v, log_decay, beta, state = (a.astype(np.float32) for a in inputs(t=64))
-    y, cache = ops.gated_delta_rule(q, k, v, 400 * log_decay, beta, state)
-    assert all(np.isfinite(a).all() for a in (y, cache.state, *cache.backward(y)))
+    outputs, cache = ops.gated_delta_rule(q, k, v, 400 * log_decay, beta, state)
+    assert all(np.isfinite(a).all() for a in (*outputs, *cache.backward(*outputs)))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,17 @@ NUMPY = backends.get("numpy")
 SAYS = r"made within inference\(\), which saves nothing$"
 # What composites hold themselves: for generation, for the next segment (Transformer-XL), for the
 # routers' losses; weights of a mean.
-LITTLE = ("kv_cache.k", "kv_cache.v", "extended", "router_logits", "ids", "weights", "value")
+LITTLE = (
+    "kv_cache.k",
+    "kv_cache.v",
+    "kv_cache.conv",
+    "kv_cache.state",
+    "extended",
+    "router_logits",
+    "ids",
+    "weights",
+    "value",
+)
 TOKENS = np.random.default_rng(0).integers(1, 13, (3, 7))
 
 

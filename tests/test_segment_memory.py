@@ -278,7 +278,7 @@ def test_generating_a_text_longer_than_max_len() -> None:
     with pytest.warns(RuntimeWarning, match=r"Transformer-XL's relative positions depend on the"):
         generation.generate(model, params, [[1]], max_new_tokens=2, compiled=True)
     prefix = generation.prefill(model, params, [[1, 2]])
-    with pytest.raises(ValueError, match="its attention depends on distances between tokens"):
+    with pytest.raises(ValueError, match="its layers depend on distances between tokens"):
         generation.prefill(model, params, [[3, 4], [5]], after=prefix)
 
 

@@ -3,6 +3,7 @@
 A forward runs on a few tokens with stand-ins for the parameters. The stand-ins take no memory, and
 their products are only counted. The saved bytes and the FLOPs are polynomials in the sizes, linear
 in B and at most quadratic in T. So runs with 2 batch sizes and 3 lengths determine them exactly.
+(With a gated DeltaNet they are polynomials in the number of its chunks.)
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from xformer import tree
 from xformer.backends.numpy.stand_in import Tally, is_stand_in, is_unmade, stand_in
 from xformer.initializers import Shapes
 from xformer.layers import BlockConfig
+from xformer.layers.recurrent_state import is_recurrent
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, Pooler, Transformer
 from xformer.ops import RandomKey
+from xformer.ops.gated_delta_rule import CHUNK_LEN
 
 BLOCK = re.compile(r"(\w+)\.stack\.layers\.blocks\.(\d+)\.")
 
@@ -39,7 +42,7 @@ def measured(model: Any, batch: int, length: int, dtype: str) -> Measured:
     def measure(b: int, t: int) -> Measured:
         return _run(model, b, t, dtype)
 
-    return Measured(*_extrapolated(measure, batch, length))
+    return Measured(*_extrapolated(measure, batch, length, _step(model)))
 
 
 def saved_by_part(model: Any, batch: int, length: int, dtype: str) -> dict[str, int]:
@@ -58,7 +61,7 @@ def saved_by_part(model: Any, batch: int, length: int, dtype: str) -> dict[str, 
         names[:] = by_part
         return list(by_part.values())
 
-    sizes = _extrapolated(measure, batch, length)
+    sizes = _extrapolated(measure, batch, length, _step(model))
     order = ("embedding", "encoder", "layer", "decoder", "around", "head", "loss")
     return dict(sorted(zip(names, sizes, strict=True), key=lambda part: _rank(order, part[0])))
 
@@ -97,13 +100,31 @@ def _part_of(name: str) -> str:
 
 
 def _extrapolated(
-    measure: Callable[[int, int], Sequence[int]], batch: int, length: int
+    measure: Callable[[int, int], Sequence[int]], batch: int, length: int, step: int
 ) -> list[int]:
     by_batch = []
     for b in range(1, min(batch, 2) + 1):
-        by_length = [measure(b, t) for t in range(1, min(length, 3) + 1)]
-        by_batch.append([_polynomial(values, length) for values in zip(*by_length, strict=True)])
+        lengths = _lengths(length, step)
+        by_length = [measure(b, t) for t in lengths]
+        n = 1 + (length - lengths[0]) // step
+        by_batch.append([_polynomial(values, n) for values in zip(*by_length, strict=True)])
     return [_polynomial(values, batch) for values in zip(*by_batch, strict=True)]
+
+
+def _lengths(length: int, step: int) -> list[int]:
+    """Up to three lengths to measure at, `step` apart, whose polynomial also gives `length`.
+
+    Above `step`, unless `length` is not: shorter chunks have other sizes.
+    """
+    if length <= step > 1:
+        return [length]
+    first = step + length % step if step > 1 else 1
+    return list(range(first, min(length, first + 2 * step) + 1, step))
+
+
+def _step(model: Any) -> int:
+    """The lengths at which memory is a polynomial are so far apart: the steps of a chunk."""
+    return CHUNK_LEN if any(map(is_recurrent, blocks_of(model.network))) else 1
 
 
 def _polynomial(values: Sequence[int], n: int) -> int:
@@ -196,14 +217,19 @@ def blocks_of(network: Any) -> tuple[BlockConfig, ...]:
 def attention_flops(network: Any, length: int) -> int:
     """FLOPs of attention in all layers for one sequence: 2 H (K + M) for each query-key pair.
 
-    With attn.xl 2 H (2 K + M): a query meets each key, and each distance.
+    With attn.xl 2 H (2 K + M): a query meets each key, and each distance. A gated DeltaNet has
+    6 H K M for each token: it reads its state by a key, writes to it, and reads it by a query.
     """
 
     def width(config: BlockConfig) -> int:
         attn = config.attn
+        if is_recurrent(config):
+            return 0
         return attn.n_heads * ((1 + attn.xl) * attn.head_width + attn.value_width)
 
-    return sum(2 * width(config) * pairs(length, *how) for config, *how in _attentions(network))
+    flops = sum(2 * width(config) * pairs(length, *how) for config, *how in _attentions(network))
+    recurrent = (config.attn for config in blocks_of(network) if is_recurrent(config))
+    return flops + sum(6 * a.n_heads * a.head_width * a.value_width * length for a in recurrent)
 
 
 def _attentions(network: Any) -> Iterator[tuple[BlockConfig, Any, bool]]:

@@ -68,13 +68,13 @@ def unsupported_blocks(blocks: Sequence[BlockParams], configs: Sequence[BlockCon
         return "parallel or reversible blocks, experts or softcap"
     for block in blocks:
         if not isinstance(block.attn, AttentionParams):
-            return "latent attention"
+            return "latent attention or gated DeltaNet"
         attn, kv, ffn, cross = block.attn, block.attn.kv, block.ffn, block.cross
         if kv is None or not isinstance(ffn, FeedForwardParams):
             return "no projections of keys and values, or experts"
-        relative = (attn.shaw, attn.xl)
-        if not all(x is None for x in (attn.sinks, *relative, attn.q_norm, kv.k_norm, cross)):
-            return "norms of queries and keys, sinks, relative positions or cross-attention"
+        others = (attn.sinks, attn.shaw, attn.xl, attn.gate, attn.q_norm, kv.k_norm, cross)
+        if not all(x is None for x in others):
+            return "norms of queries and keys, sinks, relative positions, a gate or cross-attention"
         maps = (attn.q, kv.k, kv.v, attn.o, ffn.up, ffn.down, ffn.gate or ffn.up)
         if not all(isinstance(p, LinearParams) for p in maps):
             return "adapters, or a linear layer is left out"

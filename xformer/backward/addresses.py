@@ -231,6 +231,13 @@ def _of_latents(node: Any) -> Labels:
     return labels | {"maps": ["q" if node.q_up is None else "q.down", "kv.down"]}
 
 
+def _of_attention(node: Any) -> Labels:
+    """The maps of x, to queries, keys and values, and to the gate."""
+    of_memory = node.kv is None or hasattr(node.kv, "maps")  # then k and v are not of x
+    maps = ["q", "gate"] if of_memory else ["q", "kv.k", "kv.v", "gate"]
+    return {"maps": maps, "q": "q_heads", "r": "xl.r", "gate": "gated"}
+
+
 def _always(**labels: Any) -> Callable[[Any], Labels]:
     return lambda _: labels
 
@@ -277,8 +284,9 @@ _LABELS: dict[str, Callable[[Any], Labels]] = {
         scale=_after("_scale"),
         drop=_after("_drop"),
     ),
-    "attention.AttentionCache": _always(maps=["q", "kv.k", "kv.v"], q="q_heads", r="xl.r"),
+    "attention.AttentionCache": _of_attention,
     "latent_attention.LatentAttentionCache": _of_latents,
+    "gated_delta_net.GatedDeltaNetCache": _always(maps=["qkv", "gate", "beta", "decay"]),
     "attention.KeyValueSaved": _always(maps=["k", "v"], heads=""),
     "attention.KeyValueHeadsCache": _always(k="k_heads", v="v_heads"),
     "attention.HeadsCache": _always(all_norm=_norm_of_heads, head_norm=_norm_of_heads),

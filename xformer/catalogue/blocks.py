@@ -209,6 +209,7 @@ def block_config(*options: Options) -> layers.BlockConfig:
     return layers.BlockConfig(**parts)
 
 
+DELTA = layers.GatedDeltaNetConfig(6, n_heads=4, d_key=13, d_value=5, n_key_heads=2)
 LATENT = layers.LatentAttentionConfig(6, 2, kv_rank=5, d_nope=3, d_rope=4, d_value=2, q_rank=7)
 TURNED: Options = {"rotary": turning(4, width=2), "causal": True}
 BLOCK_MASKS: Options = {"mask": mask((5, 1, 1, 4), DEAD_BATCH), "memory_mask": mask((5, 1, 4, 7))}
@@ -321,6 +322,10 @@ def _modern_block() -> Iterator[Case]:
     yield _blocks("block: Gemma 2", config=gemma, **turned)
     olmo = LLAMA | {"norm_placement": "output", "attn": llama | {"qk_norm": "all"}}
     yield _blocks("block: OLMo 2", config=olmo, **turned)
+    delta: Options = {"causal": True, "mask": mask((5, 1, 1, 4), DEAD_BATCH)}
+    yield _blocks("block: gated DeltaNet", config=LLAMA | {"attn": DELTA}, **delta)
+    both: Options = LLAMA | {"attn": DELTA, "parallel": True}
+    yield _blocks("block: gated DeltaNet, parallel", config=both, causal=True)
     latent = LLAMA | {"attn": LATENT}
     yield _blocks("block: latent attention", config=latent, bias=(2, 1, 4), **turned)
     yield _blocks("block: latent attention, parallel", config=latent | {"parallel": True}, **turned)
@@ -351,6 +356,7 @@ def _modern_block() -> Iterator[Case]:
     for norm in ("sandwich", "output"):
         yield _blocks(f"block: decoder, {norm}", cross="memory", config={"norm_placement": norm})
     yield _blocks("block: Shaw", config={"attn": {"shaw_max_distance": 2, "d_value": 2}})
+    yield _blocks("block: output gate", config=LLAMA | {"attn": llama | {"output_gate": True}})
     xl: Options = {"attn": {"xl": True, "d_value": 2}}
     yield _blocks("block: XL", config=xl, causal=True)
     memory: Options = {"segment_memory": lambda rng, _: rng.normal((5, 3, 6)), "causal": True}

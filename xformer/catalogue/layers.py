@@ -116,6 +116,7 @@ def _attention() -> Iterator[Case]:
         sinks: bool = False,
         shaw: str = "",  # the tables: "k" or "kv"
         xl: bool = False,
+        gate: bool = False,
         pos: str = "",  # "q", "qk"
         bias: tuple[int, ...] | None = None,
         batch: tuple[int, ...] = (5,),  # (): one sequence
@@ -147,6 +148,7 @@ def _attention() -> Iterator[Case]:
                 if shaw
                 else None,
                 xl_params(rng, groups, k) if xl else None,
+                linear_params(rng, 6, 2 * m, b) if gate else None,
             )
             source: Any = None
             if memory == "array":
@@ -198,6 +200,8 @@ def _attention() -> Iterator[Case]:
     normed: Options = {"norms": (3, 3), "dropout_rate": 0.3, "dropout_key": KEY}
     cut = mask((5, 1, 4, 7), DEAD_QUERY)
     yield case("self, XL, segment memory, all options", xl=True, mask=cut, **memory, **normed)
+    yield case("self, gate", gate=True, m=2, causal=True)
+    yield case("memory, gate, no biases", gate=True, memory="array", b=False)
     before: Options = {"kv_cache": _past((5, 1, 2, 4)), "causal": True}
     yield case("self, after a KV cache", k=4, m=4, groups=1, window=(3, None), **before)
     yield case("dropout and scale", scale=0.3, dropout_rate=0.3, dropout_key=KEY)
@@ -363,7 +367,7 @@ def _gated_delta_net() -> Iterator[Case]:
     def case(
         note: str, batch: tuple[int, ...] = (5,), sizes: Options | None = None, **options: Any
     ) -> Case:
-        few: Options = {"n_heads": 4, "n_key_heads": 2, "d_key": 3, "d_value": 5}
+        few: Options = {"n_heads": 4, "n_key_heads": 2, "d_key": 11, "d_value": 5}
         cfg = layers.GatedDeltaNetConfig(6, **few | (sizes or {}))
 
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
@@ -380,7 +384,7 @@ def _gated_delta_net() -> Iterator[Case]:
     yield case("all options", sizes={"n_key_heads": None, "conv_len": 3, "eps": 0.1})
 
     def earlier(rng: Generator, _: Backend) -> layers.RecurrentState:
-        return layers.RecurrentState(rng.normal((5, 3, 32)), rng.normal((5, 4, 3, 5)))
+        return layers.RecurrentState(rng.normal((5, 3, 64)), rng.normal((5, 4, 11, 5)))
 
     yield case("after a state", kv_cache=earlier)
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from xformer.backends import Backend, Generator
-from xformer.catalogue.blocks import LATENT, LLAMA, block_config
+from xformer.catalogue.blocks import DELTA, LATENT, LLAMA, block_config
 from xformer.catalogue.case import DEAD_BATCH, KEY, Case, Function, Options, drawn, mask, random
 from xformer.layers import (
     BlockConfig,
@@ -184,6 +184,9 @@ def _language_model() -> Iterator[Case]:
     yield case("rotary", llama, rotary=ROPE, head=LMHead(tied=False))
     latent = _blocks(**LLAMA | {"attn": LATENT})
     yield case("latent attention", (*latent, *llama), keywords=PADDED, rotary=ROPE)
+    delta = _blocks(**LLAMA | {"attn": DELTA})
+    by_layer: Options = {"rotary": (None, *(ROPE,) * len(llama))}
+    yield case("gated DeltaNet", (delta[0], *llama), keywords=PADDED, **by_layer)
     yield case("rotary, padding", llama, keywords=PADDED, rotary=ROPE)
     other = RopeConfig(2, 50.0, scaling="linear", factor=2.0)
     by_layer: Options = {"rotary": (ROPE, other, None, ROPE), "keywords": PADDED}

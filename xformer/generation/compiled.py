@@ -16,6 +16,7 @@ from xformer.backends import Backend
 from xformer.compiling import bucket
 from xformer.generation.prefix import PrefilledPrompt, backend_of_params
 from xformer.generation.samplers import Ids, greedy
+from xformer.layers.recurrent_state import is_recurrent
 from xformer.layers.rope_by_layer import max_unscaled_len
 from xformer.models import EncoderDecoder
 from xformer.models.encoder_decoder import EncoderDecoderState
@@ -60,6 +61,8 @@ def why_not_compiled(network: Any, backend: Backend, most: int) -> str | None:
         return "Shaw's relative positions depend on the number of keys"
     if any(config.attn.xl for config in configs):
         return "Transformer-XL's relative positions depend on the number of keys"
+    if any(map(is_recurrent, configs)):
+        return "the state of a gated DeltaNet cannot drop tokens"
     if most > _steady(network):
         return f"RoPE frequencies change after {_steady(network)} tokens"
     if backend.compiled(lambda: None, ()) is None:

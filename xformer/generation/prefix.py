@@ -16,6 +16,7 @@ from xformer.checks import require_id, require_ids, require_sizes, whole
 from xformer.generation.prompts import encode_by_program, read_by_program
 from xformer.generation.samplers import Ids
 from xformer.generation.token_ids import start_of
+from xformer.layers.recurrent_state import is_recurrent
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.models.in_words import in_words
 from xformer.typing import Array
@@ -294,19 +295,23 @@ def _aligned(after: PrefilledPrompt, rows: Ids, network: Any) -> PrefilledPrompt
     if len({len(row) for row in rows}) > 1 and not _bridges(network):
         raise ValueError(
             "prefill: after a prefix, the prompts must have the same length for this model: its "
-            "attention depends on distances between tokens"
+            "layers depend on distances between tokens"
         )
     return after if n_texts == n_rows else after.rows((0,) * n_rows)
 
 
 def _bridges(network: Any) -> bool:
-    """Whether padding inside a text changes nothing: no layer depends on distances in the batch."""
+    """Whether padding inside a text changes nothing.
+
+    No layer may depend on distances in the batch, or have a state that decays at each step.
+    """
     if isinstance(network, EncoderDecoder):
         return False  # targets have no padding mask
     near = any(
         config.attn.window is not None
         or config.attn.shaw_max_distance is not None
         or config.attn.xl
+        or is_recurrent(config)
         for config in network.blocks
     )
     return not near and not network.alibi and network.relative_bias is None

@@ -20,6 +20,7 @@ from xformer.generation.prefix import (
     stop_ids,
 )
 from xformer.generation.samplers import Filter, pick, probabilities, require_filter, temperature
+from xformer.layers.recurrent_state import is_recurrent
 from xformer.layers.rope_by_layer import frequency_length
 
 
@@ -70,6 +71,7 @@ def speculative(
     for network, weights in ((model, params), (draft, draft_params)):
         network, tokens = network_of("speculative", network), None
         require_no_memory("speculative", network)
+        _require_no_recurrence(network)
         fitting("speculative", network, [prompt], max_new_tokens)
         if max_new_tokens >= PAYS and records(weights) if compiled is None else compiled:
             most = width_of(network, [prompt]) + max(max_new_tokens - 1, 0)
@@ -83,6 +85,14 @@ def speculative(
         )
     sampler = temperature(0) if sampler is None else sampler
     return _rounds(large, small, prompt, k, max_new_tokens, sampler, stops, seed)
+
+
+def _require_no_recurrence(network: Any) -> None:
+    """ValueError for a model with recurrent layers, whose state cannot drop tokens."""
+    if any(map(is_recurrent, getattr(network, "blocks", ()))):
+        raise ValueError(
+            "speculative: gated DeltaNet layers cannot drop the tokens of a wrong guess"
+        )
 
 
 class Reader:

@@ -59,6 +59,7 @@ class AttentionParams(NamedTuple):
     sinks: Array | None = None  # (H,), of `ops.sdpa`
     shaw: ShawParams | None = None  # excludes bias, sinks, window and softcap
     xl: XLParams | None = None  # excludes these, shaw, pos and rotary; causal self-attention only
+    gate: LinearParams | None = None  # (D, H * M), of x; its sigmoid multiplies the heads' output
 
 
 class KeyValue(NamedTuple):
@@ -94,6 +95,7 @@ def attention(
 
     With BiasParams as params.o y is concat(heads) + b_o, without params.o concat(heads).
     Queries and keys are normalised if params have q_norm and k_norm, and then rotated by `rotary`.
+    With params.gate, concat(heads) is multiplied by sigmoid(x w_gate + b_gate) (arXiv:2505.06708).
 
     x: (B, T, D), or one sequence (T, D)   y: (B, T, D') or (T, D')
     memory: (B, S, D_m), or (S, D_m) for one sequence; or a KeyValue, which several layers may
@@ -121,7 +123,8 @@ def attention(
         memory = extended = array_namespace(x).concat([segment_memory, x], axis=1)
     qk_options: Any = {"rotary": rotary, "config": qk_norm}
     kv_params: Any = params.kv
-    of_x = (params.q, kv_params.k, kv_params.v) if memory is None else (params.q,)
+    of_x: Any = (params.q, kv_params.k, kv_params.v) if memory is None else (params.q,)
+    of_x = of_x if params.gate is None else (*of_x, params.gate)
     k_norm = kv_params and kv_params.k_norm
     all_kept = _is_kept(params.q_norm, pos, rotary) and _is_kept(k_norm, pos, rotary)
     mapped, maps = linear_many(x, of_x, all_kept=all_kept)
@@ -129,7 +132,7 @@ def attention(
     kv: Any = memory
     kv_saved: Any = None
     if memory is None:
-        kv, kv_saved = _key_value(mapped[1:], kv_params, pos, n_kv_heads, **qk_options)
+        kv, kv_saved = _key_value(mapped[1:3], kv_params, pos, n_kv_heads, **qk_options)
     elif kv_params is not None:
         _require_axes(memory, x)
         options: Any = {"n_kv_heads": n_kv_heads, "k_norm": qk_norm}
@@ -173,11 +176,13 @@ def attention(
     else:
         sinks = value(params.sinks)
         ctx, core = ops.sdpa(q, k, v, bias, sinks, window=window, softcap=softcap, **options)
-    y, o_cache = merge_heads(ctx, x.ndim), None
+    y, gate_cache, o_cache = merge_heads(ctx, x.ndim), None, None
+    if params.gate is not None:
+        y, gate_cache = ops.glu(mapped[-1], y, activation="sigmoid")
     if params.o is not None:
         y, o_cache = linear(y, params.o)
     frozen = tuple(isinstance(table, Frozen) for table in tables)
-    caches = (maps, q_cache, kv_saved, core, r_cache, o_cache)
+    caches = (maps, q_cache, kv_saved, core, r_cache, gate_cache, o_cache)
     return y, AttentionCache(*caches, frozen, kv_cache, n_new, extended)
 
 
@@ -188,12 +193,13 @@ class AttentionCache(NamedTuple):
     `backward` drops the gradients of cached keys and values; `n_new` tells how many are new.
     """
 
-    maps: Any  # of x to the queries; in self-attention also to keys and values
+    maps: Any  # of x to the queries; in self-attention also to keys and values; to the gate
     q: HeadsCache
     # Self-attention: KeyValueHeadsCache. A memory (B, S, D): KeyValueSaved. A KeyValue: None.
     kv: KeyValueHeadsCache | KeyValueSaved | None
     core: Any  # of `ops.sdpa`, `ops.shaw` or `ops.xl_attention`
     r: Any  # of the projection of distances; None without params.xl
+    gate: Any  # of `ops.glu`; None without params.gate
     o: Any  # of the output projection; None: there is none
     frozen: tuple[bool, ...]  # whether the sinks, or each of the tables of Shaw or XL, are frozen
     kv_cache: KVCache | None  # with the keys and values of x
@@ -205,6 +211,9 @@ class AttentionCache(NamedTuple):
         do = None
         if self.o is not None:
             dy, do = self.o.backward(dy)
+        dgate: tuple[Array, ...] = ()
+        if self.gate is not None:
+            *dgate, dy = self.gate.backward(dy)  # type: ignore[assignment]
         dq, dk, dv, *dtables = self.core.backward(split_heads(dy, self.q.n_heads))
         dq, dq_norm, dpos = self.q.backward(dq)
         n_cached = dk.shape[2] - self.n_new
@@ -214,18 +223,18 @@ class AttentionCache(NamedTuple):
         dmemory: Any = KeyValue(dk, dv)
         if isinstance(self.kv, KeyValueHeadsCache):
             dk, dv, dk_norm, dkv_pos = self.kv.backward(dk, dv)
-            dx, (dq, dk, dv) = self.maps.backward(dq, dk, dv)
+            dx, (dq, dk, dv, *dgate) = self.maps.backward(dq, dk, dv, *dgate)
             dkv, dmemory = KeyValueParams(dk, dv, dk_norm), None
             dpos = None if dpos is None else dpos + dkv_pos
         else:
-            dx, (dq,) = self.maps.backward(dq)
+            dx, (dq, *dgate) = self.maps.backward(dq, *dgate)
             if self.kv is not None:
                 dmemory, dkv, dmemory_pos = self.kv.backward(dk, dv)
             if self.extended is not None:  # the part of the memory is dropped
                 n_earlier = dmemory.shape[1] - dx.shape[1]
                 dx, dmemory = dx + dmemory[:, n_earlier:, :], None
         dbias, *dpositions = self._tables(dtables)
-        dparams = AttentionParams(dq, dkv, do, dq_norm, *dpositions)
+        dparams = AttentionParams(dq, dkv, do, dq_norm, *dpositions, *dgate)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
     def _tables(self, grads: list[Any]) -> tuple[Any, ...]:

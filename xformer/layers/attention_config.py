@@ -30,6 +30,7 @@ class AttentionConfig:
     bias: bool = True
     qkv_bias: bool | None = None  # of the projections to queries, keys, values; None: bias
     o_bias: bool | None = None  # of the output projection; None: bias
+    output_gate: bool = False  # a gate of the concatenated heads, sigmoid(x w_gate)
     output: str = "linear"  # of the concatenated heads: a projection; or only a "bias", or "none"
     qk_norm: str | None = None  # a norm of queries and keys: of each "head", or of "all" heads
     scale: float | None = None  # of the scores; None: d_head^-1/2
@@ -155,7 +156,10 @@ class AttentionConfig:
         q = self._qkv_init(rng, self.n_heads * self.head_width, draw)
         kv = None if shared_memory else self.key_value_init(rng, norm, draw=draw)
         o = self._output_init(rng, draw, out_scale)
-        return AttentionParams(q, kv, o, self._qk_norm_init(rng, norm, self.n_heads))
+        gate = None
+        if self.output_gate:
+            gate = self._qkv_init(rng, self.n_heads * self.value_width, draw)
+        return AttentionParams(q, kv, o, self._qk_norm_init(rng, norm, self.n_heads), gate=gate)
 
     def key_value_init(
         self, rng: Generator, norm: NormConfig, *, draw: Draw = xavier_uniform

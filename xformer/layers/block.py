@@ -29,7 +29,7 @@ from xformer.typing import Array
 
 SITES = 6  # dropout streams of a block
 NORMS = ("pre", "post", "sandwich", "output", "none")
-NO_CROSS = "block: latent attention is a self-attention; cross-attention needs an AttentionConfig"
+NO_CROSS = "block: cross-attention needs an AttentionConfig"
 
 
 @renamed.flat_block
@@ -52,7 +52,7 @@ class BlockConfig:
         experts.
     """
 
-    attn: AttentionConfig | layers.LatentAttentionConfig
+    attn: AttentionConfig | layers.LatentAttentionConfig | layers.GatedDeltaNetConfig
     ffn: FeedForwardConfig | layers.ExpertsConfig
     norm: NormConfig = NormConfig()  # noqa: RUF009 - frozen
     norm_placement: str = "pre"
@@ -68,11 +68,13 @@ class BlockConfig:
         plain_numbers(self)
         if not isinstance(self.norm, NormConfig):
             raise TypeError(f"block: norm must be a NormConfig, got {self.norm!r:.60}")
-        is_usual = isinstance(self.attn, AttentionConfig)  # then latent attention is not imported
-        if not is_usual and not isinstance(self.attn, layers.LatentAttentionConfig):
+        is_usual = isinstance(self.attn, AttentionConfig)  # then the others are not imported
+        if not is_usual and not isinstance(
+            self.attn, layers.LatentAttentionConfig | layers.GatedDeltaNetConfig
+        ):
             raise TypeError(
-                "block: attn must be an AttentionConfig or LatentAttentionConfig, "
-                f"got {self.attn!r:.60}"
+                "block: attn must be an AttentionConfig, LatentAttentionConfig or "
+                f"GatedDeltaNetConfig, got {self.attn!r:.60}"
             )
         is_dense = isinstance(self.ffn, FeedForwardConfig)  # then experts are not imported
         if not is_dense and not isinstance(self.ffn, layers.ExpertsConfig):
@@ -198,7 +200,7 @@ class BlockParams(NamedTuple):
     """Parameters of one block. A norm or a scale that is None is left out."""
 
     attn_norm: NormParams | None
-    attn: AttentionParams | layers.LatentAttentionParams
+    attn: AttentionParams | layers.LatentAttentionParams | layers.GatedDeltaNetParams
     cross_norm: NormParams | None
     cross: AttentionParams | None  # None: an encoder block, or one of a decoder-only model
     ffn_norm: NormParams | None
@@ -336,14 +338,14 @@ def branches_of(
     keys = [dropout_key and dropout_key.at(site) for site in range(SITES)]
     attn, attn_params = config.attn, params.attn
     if not isinstance(attn, AttentionConfig):
-        _require_latent(attn_params, pos, segment_memory)
+        _require_of(attn, attn_params, pos, segment_memory)
 
     def attend(x: Array) -> tuple[Array, Any]:
         options: Any = {"mask": mask, "causal": causal, "dropout_key": keys[0]}
         options |= {"rotary": rotary, "kv_cache": kv_cache}
         ready: Any = attn_params
         if not isinstance(attn, AttentionConfig):
-            return layers.latent_attention(x, ready, bias, config=attn, **options)
+            return attn.attend(x, ready, bias, **options)
         options |= {"window": attn.window, "segment_memory": segment_memory}
         return attention(x, ready, None, bias, pos, **options, **attn_options)
 
@@ -378,7 +380,7 @@ def branches_of(
 
 
 def _attention_options(config: BlockConfig, dropped: bool) -> dict[str, Any]:
-    """The options of `attention` for self- and cross-attention; none with latent attention."""
+    """The options of `attention` for self- and cross-attention; none for another layer."""
     attn = config.attn
     if not isinstance(attn, AttentionConfig):
         return {}
@@ -458,9 +460,12 @@ def block_gradients(
 
 
 def _self_attention_gradients(dparams: Any, *others: Any) -> tuple[Any, Any, Any]:
-    """dparams, dbias and dpos, from the gradients after dx of `attention` or `latent_attention`."""
-    if len(others) == 1:  # latent attention has no memory and no pos
-        return dparams, others[0], None
+    """dparams, dbias and dpos, from the gradients after dx of the layer.
+
+    `latent_attention` has no memory and no pos, and `gated_delta_net` has no bias either.
+    """
+    if len(others) < 2:
+        return dparams, *others, *(None,) * (2 - len(others))
     _, dbias, dpos, _ = others
     return dparams, dbias, dpos
 
@@ -498,14 +503,22 @@ class ParallelBlockCache(NamedTuple):
         return dx, dparams, None, dbias, dpos, None
 
 
-def _require_latent(params: Any, pos: Array | None, segment_memory: Array | None) -> None:
-    """ValueError for parameters of another attention, and for inputs that only it has."""
-    if not isinstance(params, layers.LatentAttentionParams):
-        got = type(params).__name__
-        raise ValueError(f"block: params.attn must be LatentAttentionParams by config, got {got}")
+def _require_of(
+    config: layers.LatentAttentionConfig | layers.GatedDeltaNetConfig,
+    params: Any,
+    pos: Array | None,
+    segment_memory: Array | None,
+) -> None:
+    """ValueError for parameters of another layer, and for inputs that only `attention` has."""
+    is_latent = isinstance(config, layers.LatentAttentionConfig)
+    kind = layers.LatentAttentionParams if is_latent else layers.GatedDeltaNetParams
+    if not isinstance(params, kind):
+        wanted, got = kind.__name__, type(params).__name__
+        raise ValueError(f"block: params.attn must be {wanted} by config, got {got}")
     for name, given in (("pos", pos), ("segment_memory", segment_memory)):
         if given is not None:
-            raise ValueError(f"block: latent attention has no {name}, which needs AttentionConfig")
+            what = "latent attention" if is_latent else "a gated DeltaNet"
+            raise ValueError(f"block: {what} has no {name}, which needs AttentionConfig")
 
 
 def _require_memory(

@@ -11,11 +11,13 @@ from array_api_compat import array_namespace
 from xformer import ops
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_mask, require_sizes
+from xformer.dispatch import is_inference
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.recurrent_state import RecurrentState
+from xformer.ops.causal_conv import joined
 from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
@@ -47,6 +49,7 @@ class GatedDeltaNetConfig:
     shaw_max_distance: ClassVar[None] = None
     xl: ClassVar[bool] = False
     dropout: ClassVar[float] = 0.0
+    cached_width: ClassVar[int] = 0  # numbers of a token that are stored: the state is all
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -64,9 +67,14 @@ class GatedDeltaNetConfig:
         return self.n_heads if self.n_key_heads is None else self.n_key_heads
 
     @property
-    def cached_width(self) -> int:
-        """0, how many numbers of a token are stored: the size of the state is fixed."""
-        return 0
+    def head_width(self) -> int:
+        """K, the width of a query or key head."""
+        return self.d_key
+
+    @property
+    def value_width(self) -> int:
+        """M, the width of a value head."""
+        return self.d_value
 
     @property
     def norm(self) -> NormConfig:
@@ -105,6 +113,33 @@ class GatedDeltaNetConfig:
         o = LinearParams.init(rng, shape, draw=draw, bias=False, scale=out_scale)
         head_norm = self.norm.init(rng, self.d_value)
         return GatedDeltaNetParams(qkv, conv, gate, beta, decay, log_rate, head_norm, o)
+
+    def attend(
+        self,
+        x: Array,
+        params: GatedDeltaNetParams,
+        bias: Array | None,
+        *,
+        rotary: Any,
+        kv_cache: RecurrentState | None,
+        mask: Array | None,
+        causal: bool,
+        dropout_key: Any,
+    ) -> tuple[Array, GatedDeltaNetCache]:
+        """`gated_delta_net`, as a block calls it. mask: (B, 1, 1, S), of the keys of attention.
+
+        ValueError for arguments that only attention has.
+        """
+        for name, array in (("bias", bias), ("rotary", rotary)):
+            if array is not None:
+                raise ValueError(
+                    f"gated_delta_net: {name} must be None in this layer: it reads no positions"
+                )
+        if not causal:
+            raise ValueError("gated_delta_net: causal must be True, got False")
+        is_static = kv_cache is not None and kv_cache.write_index is not None
+        tokens = None if is_static or mask is None else _tokens(mask, x)  # slots have no padding
+        return gated_delta_net(x, params, config=self, mask=tokens, kv_cache=kv_cache)
 
 
 @short
@@ -156,17 +191,21 @@ def gated_delta_net(
     beta, beta_cache = ops.sigmoid(beta)  # (B, T, H)
     log_decay, decay_cache = ops.log_decay(decay, value(params.log_rate))
     steps = (xp.permute_dims(a, (0, 2, 1)) for a in (log_decay, beta))  # (B, H, T)
-    ctx, core = ops.gated_delta_rule(q, unit * k, v, *steps, earlier.state, scale=unit**2)
+    options: dict[str, Any] = {"scale": unit**2}
+    (ctx, state), core = ops.gated_delta_rule(q, unit * k, v, *steps, earlier.state, **options)
     ctx, head_norm = norm(ctx, params.norm, config=config.norm)
     gated, glu = ops.glu(gate, merge_heads(ctx))
     y, o = linear(gated, params.o)
     if kv_cache is not None:
-        kv_cache = RecurrentState(conv.last, core.state, kv_cache.write_index)
+        last = joined(earlier.conv, qkv, config.conv_len - 1)[:, x.shape[1] :, :]
+        kv_cache = RecurrentState(last, state, kv_cache.write_index)
     frozen = tuple(isinstance(a, Frozen) for a in (params.conv, params.log_rate))
     y = xp.reshape(y, (*shape[:-1], y.shape[-1]))
     before = (maps, conv, silu, q_norm, k_norm, beta_cache, decay_cache)
     after = (core, head_norm, glu, o)
-    return y, GatedDeltaNetCache(*before, *after, config, frozen, mask, kv_cache)
+    mask = None if is_inference() else mask
+    sizes = config.n_heads, config.d_key
+    return y, GatedDeltaNetCache(*before, *after, *sizes, frozen, mask, kv_cache)
 
 
 @short
@@ -184,7 +223,8 @@ class GatedDeltaNetCache(NamedTuple):
     norm: Any
     glu: Any
     o: Any
-    config: GatedDeltaNetConfig
+    n_heads: int
+    d_key: int
     frozen: tuple[bool, bool]  # whether conv and log_rate are frozen
     mask: Array | None  # (B, T)
     kv_cache: RecurrentState | None  # after x
@@ -192,10 +232,10 @@ class GatedDeltaNetCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array, GatedDeltaNetParams]:
         """Gradients of x and params. The gradient of the earlier state is dropped."""
         xp, shape = array_namespace(dy), dy.shape
-        config, unit = self.config, self.config.d_key**-0.5
+        unit = self.d_key**-0.5
         dgated, do = self.o.backward(_batched(dy))
         dgate, dheads = self.glu.backward(dgated)
-        dctx, dnorm = self.norm.backward(split_heads(dheads, config.n_heads))
+        dctx, dnorm = self.norm.backward(split_heads(dheads, self.n_heads))
         dq, dk, dv, dlog_decay, dbeta, _ = self.core.backward(dctx)
         (dq, _), (dk, _) = self.q_norm.backward(dq), self.k_norm.backward(unit * dk)
         dmixed = xp.concat([merge_heads(a) for a in (dq, dk, dv)], axis=-1)
@@ -236,6 +276,17 @@ def _split(x: Array, config: GatedDeltaNetConfig) -> tuple[Array, Array, Array]:
     parts = zip((q, k, x[..., 2 * width :]), heads, strict=True)
     q, k, v = (split_heads(part, n) for part, n in parts)
     return q, k, v
+
+
+def _tokens(mask: Array, x: Array) -> Array:
+    """(B, T), the mask of the tokens x, the last ones of `mask` (B, 1, 1, S)."""
+    batch, n_steps = (1, *x.shape)[-3:-1]
+    if mask.ndim != 4 or tuple(mask.shape[1:3]) != (1, 1) or mask.shape[3] < n_steps:
+        raise ValueError(
+            f"gated_delta_net: mask must be of padding, (B, 1, 1, S), got shape {tuple(mask.shape)}"
+        )
+    last = mask[:, 0, 0, mask.shape[3] - n_steps :]
+    return array_namespace(mask).broadcast_to(last, (batch, n_steps))
 
 
 def _require_mask(mask: Array, x: Array) -> None:

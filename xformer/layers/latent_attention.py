@@ -120,6 +120,12 @@ class LatentAttentionConfig:
         """The configuration of the norms of latent vectors."""
         return NormConfig("rms", self.eps)
 
+    def attend(
+        self, x: Array, params: LatentAttentionParams, bias: Array | None, **options: Any
+    ) -> tuple[Array, LatentAttentionCache]:
+        """`latent_attention`, as a block calls it."""
+        return latent_attention(x, params, bias, config=self, **options)
+
 
 @short
 class LatentParams(NamedTuple):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer import layers
+from xformer.layers.kv_cache import KVCache
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -59,3 +61,13 @@ class RecurrentState(NamedTuple):
             return self
         xp = array_namespace(self.state)
         return RecurrentState(xp.take(self.conv, ids, axis=0), xp.take(self.state, ids, axis=0))
+
+
+def is_recurrent(config: layers.BlockConfig) -> bool:
+    """Whether a block has a `gated_delta_net` instead of attention."""
+    return isinstance(config.attn, layers.GatedDeltaNetConfig)
+
+
+def empty_cache(config: layers.BlockConfig) -> Any:
+    """What decoding stores of a layer before the first token: a KVCache or RecurrentState."""
+    return RecurrentState() if is_recurrent(config) else KVCache()

@@ -27,7 +27,7 @@ def decode(
     all_logits: bool,
 ) -> tuple[Array, DecodeState]:
     """`decode` without its checks, with the RoPE frequencies of the state."""
-    if state.kv_cache[0].k is not None:
+    if not state.is_empty:
         require_rows(tokens, state.kv_cache[0].k.shape[0])
     n_keys = state.capacity if state.is_static else state.length + tokens.shape[1]
     new_mask, key_mask, positions = _masks(model, tokens, state, mask)

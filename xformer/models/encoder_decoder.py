@@ -85,8 +85,8 @@ class EncoderDecoder:
             raise ValueError("EncoderDecoder: attn.xl is for decoder-only models")
         if not all(isinstance(config.attn, AttentionConfig) for config in self.decoder):
             raise ValueError(
-                "EncoderDecoder: a decoder's attn must be an AttentionConfig: latent attention has "
-                "no cross-attention"
+                "EncoderDecoder: a decoder's attn must be an AttentionConfig: others have no "
+                "cross-attention"
             )
         if self.decoder[0].reversible:
             raise ValueError("EncoderDecoder: a decoder's blocks cannot be reversible")

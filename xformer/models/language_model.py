@@ -23,7 +23,8 @@ from xformer.dispatch import inference, saved
 from xformer.initializers import normal
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.kv_cache import KVCache, Window, require_rows, truncated
+from xformer.layers.kv_cache import Window, require_rows, truncated
+from xformer.layers.recurrent_state import empty_cache
 from xformer.layers.rope_by_layer import (
     LayerTables,
     Rotary,
@@ -391,7 +392,8 @@ class LanguageModel:
     def init_state(self) -> DecodeState:
         """The empty state, for `decode`."""
         changes = max_unscaled_len(self.rotary) < math.inf
-        return DecodeState((KVCache(),) * len(self.blocks), rope_length=0 if changes else None)
+        caches = (empty_cache(config) for config in self.blocks)
+        return DecodeState(tuple(caches), rope_length=0 if changes else None)
 
     @inference()
     def decode(
@@ -426,7 +428,7 @@ class LanguageModel:
         if not self.causal or not isinstance(self.head, LMHead) or self.embed is None:
             raise ValueError("decode: the model must be causal and have an embedding and an LMHead")
         require_tokens("decode", "tokens", tokens)
-        if state.kv_cache[0].k is None:  # the first call
+        if state.is_empty:  # the first call
             self._require_stack(params)
         n_keys = state.capacity if state.is_static else state.length + tokens.shape[1]
         if self.context is not None and n_keys > self.context:

@@ -35,6 +35,11 @@ class DecodeState(NamedTuple):
         return not isinstance(self.length, int)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there are no tokens yet."""
+        return self.kv_cache[0].k is None
+
+    @property
     def write_index(self) -> Array | None:
         """The slot of the next token if the state is static, else None."""
         return self.length if self.is_static else None
@@ -42,7 +47,7 @@ class DecodeState(NamedTuple):
     @property
     def capacity(self) -> int:
         """The number of slots."""
-        return self.kv_cache[0].length
+        return max(layer.length for layer in self.kv_cache)  # a RecurrentState has none
 
     def preallocate(self, n: int) -> DecodeState:
         """A static copy with a preallocated KV cache of `n` slots.
@@ -51,7 +56,7 @@ class DecodeState(NamedTuple):
         tokens, and if its RoPE frequencies change with its length.
         """
         length = int(self.length)
-        if self.kv_cache[0].k is None or n < length:
+        if self.is_empty or n < length:
             raise ValueError(
                 f"preallocate: n must be at least the {length} tokens there are, got {n}"
             )

@@ -22,8 +22,7 @@ def causal_conv(x: Array, w: Array, before: Array | None = None) -> tuple[Array,
     one for x_{t-L+1}.
 
     x, y: (B, T, C)   w: (L, C), L >= 1
-    before: (B, L-1, C), the inputs at the L - 1 steps before x; None: zeros. The cache's `last`
-        is that of the steps after x.
+    before: (B, L-1, C), the inputs at the L - 1 steps before x; None: zeros
 
     ValueError if shapes do not fit. Derivation: docs/derivations/causal_conv.md
     """
@@ -35,7 +34,7 @@ def causal_conv(x: Array, w: Array, before: Array | None = None) -> tuple[Array,
             f"causal_conv: before must be (B, L-1, C) with L - 1 = {n_before} (from w), "
             f"got shape {tuple(before.shape)}"
         )
-    z = _after(before, x, n_before)
+    z = joined(before, x, n_before)
     y = z[:, n_before:, :] * w[n_before, :]
     for j in range(n_before):
         y = y + z[:, j : j + x.shape[1], :] * w[j, :]
@@ -50,11 +49,6 @@ class CausalConvCache(NamedTuple):
     w: Array  # (L, C)
     before: Array | None  # (B, L-1, C)
 
-    @property
-    def last(self) -> Array:
-        """(B, L-1, C), the last inputs: `before` of what follows x."""
-        return _after(self.before, self.x, self.w.shape[0] - 1)[:, self.x.shape[1] :, :]
-
     def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
         """dz_s = sum_j w_j * dy_{s-j}, dw_j = sum of dy_t * z_{t+j} over batch and time.
 
@@ -64,7 +58,7 @@ class CausalConvCache(NamedTuple):
         x, w, before = self
         xp = array_namespace(dy)
         n_steps, n_before = x.shape[1], w.shape[0] - 1
-        z = _after(before, x, n_before)
+        z = joined(before, x, n_before)
         rows = [xp.sum(dy * z[:, j : j + n_steps, :], axis=(0, 1)) for j in range(n_before + 1)]
         zeros = xp.zeros((x.shape[0], n_before, x.shape[2]), dtype=x.dtype, device=device(x))
         padded = xp.concat([zeros, dy, zeros], axis=1)  # (B, T + 2L - 2, C)
@@ -76,7 +70,7 @@ class CausalConvCache(NamedTuple):
         return dz[:, n_before:, :], xp.stack(rows), dbefore
 
 
-def _after(before: Array | None, x: Array, n: int) -> Array:
+def joined(before: Array | None, x: Array, n: int) -> Array:
     """(B, n + T, C): x after `before`, or after n zeros."""
     xp = array_namespace(x)
     if before is None:

@@ -31,8 +31,8 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     chunk_len: int = CHUNK_LEN,
-) -> tuple[Array, GatedDeltaRuleCache]:
-    """y_t = scale * q_t S_t, where the state S is updated by one key and value a step.
+) -> tuple[tuple[Array, Array], GatedDeltaRuleCache]:
+    """y_t = scale * q_t S_t, where the state S is updated by one key and value a step; and S_T.
 
     u_t = beta_t * (v_t - a_t k_t S_{t-1}), S_t = a_t S_{t-1} + k_t^T u_t, a = exp(log_decay)
     (arXiv:2412.06464, eq. 10). The state first decays, and then the value that it holds for k_t
@@ -42,7 +42,7 @@ def gated_delta_rule(
         G must divide H. Value head h uses query and key head h // (H / G).
     log_decay: (B, H, T), at most 0 for a state that does not grow
     beta: (B, H, T), between 0 and 1
-    state: (B, H, K, M), S_0; None: zeros. The cache's `state` is S_T.
+    state: (B, H, K, M), S_0; None: zeros. S_T has the same shape.
     scale: K^-1/2 if None
     chunk_len: C, the steps of a chunk, a power of 2. It changes y by rounding only.
 
@@ -76,8 +76,8 @@ def gated_delta_rule(
     y = chunks.queries @ before + chunks.probs @ u
     y = _steps(y, v.shape)
     last = xp.reshape(s, (*v.shape[:2], *groups[3:]))
-    return y, GatedDeltaRuleCache(
-        q, k, v, log_decay, beta, before, last, scale, chunk_len, state is not None
+    return (y, last), GatedDeltaRuleCache(
+        q, k, v, log_decay, beta, before, scale, chunk_len, state is not None
     )
 
 
@@ -85,7 +85,7 @@ def gated_delta_rule(
 class GatedDeltaRuleCache(NamedTuple):
     """Saved by `gated_delta_rule` for backward: the inputs, and the state before each chunk.
 
-    Everything else of a chunk is computed again from these. `state` is the last state.
+    Everything else of a chunk is computed again from these.
     """
 
     q: Array  # (B, G, T, K)
@@ -94,13 +94,14 @@ class GatedDeltaRuleCache(NamedTuple):
     log_decay: Array  # (B, H, T)
     beta: Array  # (B, H, T)
     before: Array  # (B, G, H/G, N, K, M), the state before each of the N chunks
-    state: Array  # (B, H, K, M), after the last step
     scale: float
     chunk_len: int
     has_state: bool  # whether a first state was given, which then has a gradient
 
-    def backward(self, dy: Array) -> tuple[Any, ...]:
+    def backward(self, dy: Array, dstate: Array | None = None) -> tuple[Any, ...]:
         """Gradients of q, k, v, log_decay, beta and state, in that order.
+
+        dstate: of S_T; None: zeros
 
         With dS the gradient of the state after a chunk, from the last chunk to the first:
         du = probs^T dy + keys_to_end dS, and the gradient of the state before the chunk is
@@ -108,7 +109,8 @@ class GatedDeltaRuleCache(NamedTuple):
         and dS of each chunk at once.
         """
         require_gradient("gated_delta_rule", "dy", dy, self.v)
-        q, k, v, log_decay, beta, before, _, scale, chunk_len, has_state = self
+        q, k, v, log_decay, beta, before, scale, chunk_len, has_state = self
+        shape = (*v.shape[:2], *before.shape[4:])  # of the states
         xp = array_namespace(dy)
         c = _chunked(q, k, v, log_decay, beta, scale, chunk_len)
         dy = _in_chunks(dy, k.shape[1], chunk_len)
@@ -116,6 +118,9 @@ class GatedDeltaRuleCache(NamedTuple):
         du_of_y = c.probs.mT @ dy  # (..., N, C, M)
         ds_of_y = c.queries.mT @ dy  # (..., N, K, M)
         ds = xp.zeros_like(before[:, :, :, 0, :, :])
+        if dstate is not None:
+            require_gradient("gated_delta_rule", "dstate", dstate, v, shape)
+            ds = xp.reshape(dstate, ds.shape)
         dus, after = [], []  # of each chunk, from the last to the first
         for n in reversed(range(before.shape[3])):
             after.append(ds)
@@ -135,7 +140,7 @@ class GatedDeltaRuleCache(NamedTuple):
             _steps(dv, v.shape),
             _steps(dlog_decay, (*v.shape[:3], 1))[..., 0],
             _steps(dbeta, (*v.shape[:3], 1))[..., 0],
-            xp.reshape(ds, self.state.shape) if has_state else None,
+            xp.reshape(ds, shape) if has_state else None,
         )
 
 

@@ -64,8 +64,8 @@ def parallel_block(config: BlockConfig, world: World, *, sequence: bool = False)
     """
     if not isinstance(config.attn, AttentionConfig):
         raise ValueError(
-            f"parallel: attn must be an AttentionConfig, got {type(config.attn).__name__}, whose "
-            "latent vectors are for all heads"
+            f"parallel: attn must be an AttentionConfig, got {type(config.attn).__name__}, which "
+            "is not cut by heads"
         )
     of_block = {f.name: getattr(config, f.name) for f in dataclasses.fields(BlockConfig)}
     if world.size > 1:

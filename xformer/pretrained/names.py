@@ -27,6 +27,7 @@ class Link(NamedTuple):
     flip: the last two axes are exchanged.
     stack: there is one tensor for each row of one leaf (experts), even if there is only one row.
     shares: integers that are proportional to the widths of several leaves; (): they are equal.
+    depthwise: the tensor is (C, 1, L), of torch's `nn.Conv1d` with C groups, and the leaf (L, C).
     """
 
     theirs: tuple[str, ...]
@@ -35,6 +36,7 @@ class Link(NamedTuple):
     groups: int = 1
     stack: bool = False
     shares: tuple[int, ...] = ()
+    depthwise: bool = False
 
     def shapes(self, leaves: Mapping[str, Shape]) -> dict[str, Shape]:
         """Name -> shape of each tensor, from the shapes of the leaves."""
@@ -45,10 +47,14 @@ class Link(NamedTuple):
             shape = (*shape[:-1], sum(leaves[name][-1] for name in self.ours))
         if self.flip:
             shape = (*shape[:-2], shape[-1], shape[-2])
+        if self.depthwise:
+            shape = (shape[1], 1, shape[0])
         return dict.fromkeys(self.theirs, shape)
 
     def read(self, tensors: list[np.ndarray]) -> Arrays:
         """The leaves by name, as views if possible."""
+        if self.depthwise:
+            return {self.ours[0]: tensors[0][:, 0].T}
         flipped = [t.swapaxes(-1, -2) if self.flip else t for t in tensors]
         if self.stack:
             return {self.ours[0]: np.stack(flipped)}
@@ -63,6 +69,8 @@ class Link(NamedTuple):
 
     def write(self, leaves: list[np.ndarray]) -> Arrays:
         """The tensors by name, as views if possible: the inverse of `read`."""
+        if self.depthwise:
+            return {self.theirs[0]: leaves[0].T[:, None]}
         if self.stack:
             tensors = list(leaves[0])
         elif len(self.ours) == 1:

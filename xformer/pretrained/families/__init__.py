@@ -40,6 +40,7 @@ _ATTRIBUTES = {
     "qwen2": "qwen2.FAMILY",
     "qwen2_moe": "qwen2_moe.FAMILY",
     "qwen3": "qwen3.FAMILY",
+    "qwen3_5_text": "qwen3_5.FAMILY",
     "qwen3_moe": "qwen3_moe.FAMILY",
     "roberta": "roberta.FAMILY",
     "smollm3": "smollm3.FAMILY",
