@@ -42,6 +42,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         layers.BlockConfig,
         layers.AttentionConfig,
+        layers.GatedDeltaNetConfig,
         layers.LatentAttentionConfig,
         layers.FeedForwardConfig,
         layers.ExpertsConfig,

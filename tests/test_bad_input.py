@@ -1530,13 +1530,15 @@ OP_CASES = [case for case in catalogue.cases() if case.group == "ops"]
 def test_upstream_gradients_of_another_form(case: catalogue.Case) -> None:
     fn, args = case.build(backends.get())
     y, cache = fn(*args)
-    dy = np.ones_like(y)
-    cache.backward(dy)
-    for wrong in (dy[None], np.ones((*dy.shape, 2)), np.ones((3, *dy.shape))):
-        with pytest.raises(ValueError, match=r"^\w+: d\w+ must have shape \("):
-            cache.backward(wrong)
-    with pytest.raises(TypeError, match=r"^\w+: d\w+ must be an array, got float"):
-        cache.backward(1.0)
+    dys = [np.ones_like(part) for part in as_tuple(y)]
+    cache.backward(*dys)
+    for i, dy in enumerate(dys):
+        before, after = dys[:i], dys[i + 1 :]
+        for wrong in (dy[None], np.ones((*dy.shape, 2)), np.ones((3, *dy.shape))):
+            with pytest.raises(ValueError, match=r"^\w+: d\w+ must have shape \("):
+                cache.backward(*before, wrong, *after)
+        with pytest.raises(TypeError, match=r"^\w+: d\w+ must be an array, got float"):
+            cache.backward(*before, 1.0, *after)
 
 
 def test_upstream_gradients_of_another_dtype() -> None:

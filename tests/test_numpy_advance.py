@@ -37,7 +37,7 @@ LEFT = {
     "shaw",
 }
 LEFT |= {"bare blocks", "cohere", "cohere2", "olmo2", "olmo3"}
-LEFT |= {"relative bias", "post-norm"}
+LEFT |= {"relative bias", "post-norm", "qwen3_5_text"}
 WIDE = block_config(24, 4, 40, n_kv_heads=2, d_head=10, d_value=6, norm="rms", norm_offset=1.0)
 FORMS = {
     "gelu_tanh, window": {"activation": "gelu_tanh", "window": (3, None)},
@@ -71,7 +71,7 @@ def continued(model: Any, params: Any, n_texts: int) -> list[Any]:
     for i in range(4, 9):
         logits, state = model.decode(params, ids[:, i : i + 1], state)
         steps.append(logits)
-    return [*steps, *(array for kv_cache in state.kv_cache for array in (kv_cache.k, kv_cache.v))]
+    return [*steps, *(array for kv_cache in state.kv_cache for array in kv_cache[:2])]
 
 
 def require_same(model: Any, params: Any, n_texts: int = 1, rtol: float = 1e-11) -> None:

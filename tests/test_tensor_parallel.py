@@ -59,7 +59,10 @@ def twin(model: Any, world: World, **options: Any) -> tuple[Any, Any]:
 
 
 MODELS = [case for case in catalogue.cases() if case.group == "models"]
+OTHER_ATTENTION = "attn must be an AttentionConfig, got "
 REFUSED = {  # name -> what the message says
+    "LanguageModel: latent attention": OTHER_ATTENTION + "LatentAttentionConfig",
+    "LanguageModel: gated DeltaNet": OTHER_ATTENTION + "GatedDeltaNetConfig",
     "GPT: dropout and loss options": "attn.dropout must be 0",
     "GPT: checkpointing, dropout": "attn.dropout must be 0",
     "GPT: reversible": "attn.dropout must be 0",
@@ -111,7 +114,8 @@ def parallel_case(case: Case, n: int, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("n", [1, 2])
 def test_models(case: Case, n: int) -> None:
     refused = REFUSED.get(case.name)
-    if refused is not None and (n > 1 or "memory" in refused):
+    always = refused is not None and ("memory" in refused or OTHER_ATTENTION in refused)
+    if refused and (n > 1 or always):
         with pytest.raises(ValueError, match=f"parallel: {refused}"):
             parallel_case(case, n)
         return
@@ -139,6 +143,10 @@ def test_models_in_parts_of_the_sequence(case: Case) -> None:
 # Blocks, blocks in sequence and stacks, with options that no case of a model has.
 LAYERS = [case for case in catalogue.cases() if case.subject in ("block", "blocks", "stack")]
 REFUSED_BLOCKS = {
+    "block: latent attention": OTHER_ATTENTION + "LatentAttentionConfig",
+    "block: latent attention, parallel": OTHER_ATTENTION + "LatentAttentionConfig",
+    "block: gated DeltaNet": OTHER_ATTENTION + "GatedDeltaNetConfig",
+    "block: gated DeltaNet, parallel": OTHER_ATTENTION + "GatedDeltaNetConfig",
     "block: OLMo 2": 'attn.qk_norm must be None or "head"',
     "block: heads' output bias": 'attn.output must be "linear"',
     "block: heads' output none": 'attn.output must be "linear"',
@@ -246,8 +254,9 @@ def inputs(seed: int = 1) -> tuple[NDArray[Any], NDArray[Any]]:
     return rng.integers(0, V, (2, 6)), rng.integers(0, V, (2, 6))
 
 
-REFUSED = ("bare blocks", "olmo2", "olmo3")  # the heads' output; norms of all heads
-FAMILIES = [name for name in NAMES if name not in REFUSED]
+# The heads' output; norms of all heads; another attention.
+UNCUT = ("bare blocks", "olmo2", "olmo3", "deepseek_v3", "qwen3_5_text")
+FAMILIES = [name for name in NAMES if name not in UNCUT]
 
 
 @pytest.mark.parametrize(

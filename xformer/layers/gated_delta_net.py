@@ -53,16 +53,16 @@ class GatedDeltaNetConfig:
 
     def __post_init__(self) -> None:
         plain_numbers(self)
-        names = ("d_model", "n_heads", "d_key", "d_value", "key_heads", "conv_len")
+        names = ("d_model", "n_heads", "d_key", "d_value", "kv_heads", "conv_len")
         require_sizes("gated_delta_net", 1, **{name: getattr(self, name) for name in names})
-        if self.n_heads % self.key_heads:
+        if self.n_heads % self.kv_heads:
             raise ValueError(
-                f"gated_delta_net: n_key_heads = {self.key_heads} must divide {self.n_heads} heads"
+                f"gated_delta_net: n_key_heads = {self.kv_heads} must divide {self.n_heads} heads"
             )
         number("gated_delta_net", "eps", self.eps, low=0)
 
     @property
-    def key_heads(self) -> int:
+    def kv_heads(self) -> int:
         """G, the number of query and key heads."""
         return self.n_heads if self.n_key_heads is None else self.n_key_heads
 
@@ -84,7 +84,7 @@ class GatedDeltaNetConfig:
     @property
     def widths(self) -> tuple[int, int, int]:
         """(G * K, G * K, H * M), the columns of queries, keys and values."""
-        keys = self.key_heads * self.d_key
+        keys = self.kv_heads * self.d_key
         return keys, keys, self.n_heads * self.d_value
 
     def init(
@@ -272,7 +272,7 @@ def _split(x: Array, config: GatedDeltaNetConfig) -> tuple[Array, Array, Array]:
             f"got {x.shape[-1]}"
         )
     q, k = x[..., :width], x[..., width : 2 * width]
-    heads = config.key_heads, config.key_heads, config.n_heads
+    heads = config.kv_heads, config.kv_heads, config.n_heads
     parts = zip((q, k, x[..., 2 * width :]), heads, strict=True)
     q, k, v = (split_heads(part, n) for part, n in parts)
     return q, k, v

@@ -24,7 +24,7 @@ from xformer.initializers import normal
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.kv_cache import Window, require_rows, truncated
-from xformer.layers.recurrent_state import empty_cache
+from xformer.layers.recurrent_state import RecurrentState, empty_cache
 from xformer.layers.rope_by_layer import (
     LayerTables,
     Rotary,
@@ -454,9 +454,12 @@ class LanguageModel:
 
         ValueError, for other states, if there are fewer than n tokens, or if a layer's window has
         dropped keys that attention needs again. No such key is missing if n is at most the number
-        of tokens of the last `decode`.
+        of tokens of the last `decode`. ValueError also for n above 0 if a layer is recurrent.
         """
         if state.is_static:
+            for layer in state.kv_cache:
+                if isinstance(layer, RecurrentState):
+                    layer.truncated(n, needs=0)
             return state._replace(length=state.truncated_length(n))
         windows: list[Window | None] = [config.attn.window for config in self.blocks]
         if self.memory_len is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xformer.layers import AttentionConfig, BlockConfig
+from xformer.layers.recurrent_state import is_recurrent
 
 REBUILT = (
     "backward rebuilds the input of each block from its output, and its rounding errors add up "
@@ -35,6 +36,8 @@ def _obstacle(config: BlockConfig) -> tuple[str, str] | None:
     if config.residual_scale is not None:
         return "residual_scale", "ops.scale has no kernel for it; train in float32"
     if not isinstance(config.attn, AttentionConfig):
+        if is_recurrent(config):
+            return "gated DeltaNet", "no kernel has its ops; train in float32"
         return "latent attention", "backward would add gradients of heads in two bytes"
     if config.residual_multiplier != 1.0:
         return "residual_multiplier", "no kernel multiplies by it; train in float32"

@@ -62,11 +62,7 @@ def parallel_block(config: BlockConfig, world: World, *, sequence: bool = False)
 
     ValueError, which names the option, for a block that cannot be cut.
     """
-    if not isinstance(config.attn, AttentionConfig):
-        raise ValueError(
-            f"parallel: attn must be an AttentionConfig, got {type(config.attn).__name__}, which "
-            "is not cut by heads"
-        )
+    require_attention(config)
     of_block = {f.name: getattr(config, f.name) for f in dataclasses.fields(BlockConfig)}
     if world.size > 1:
         _require_cut(config, config.attn, world)
@@ -81,6 +77,15 @@ def parallel_block(config: BlockConfig, world: World, *, sequence: bool = False)
     )
     options: Any = {"sequence": sequence, "one_key_head": config.attn.kv_heads == 1}
     return ParallelBlock(**of_block, world=world, **options)
+
+
+def require_attention(config: BlockConfig) -> None:
+    """ValueError for a block with another layer than attention, which is not cut by heads."""
+    if not isinstance(config.attn, AttentionConfig):
+        raise ValueError(
+            f"parallel: attn must be an AttentionConfig, got {type(config.attn).__name__}, which "
+            "is not cut by heads"
+        )
 
 
 def _hidden_units(config: BlockConfig) -> dict[str, int]:

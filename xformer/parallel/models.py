@@ -20,7 +20,7 @@ from xformer.layers.embed import EmbedConfig
 from xformer.layers.relative import RelativeConfig
 from xformer.models.encoder_decoder import EncoderDecoder
 from xformer.models.language_model import LanguageModel
-from xformer.parallel.blocks import parallel_block, require_no_inner_dropout
+from xformer.parallel.blocks import parallel_block, require_attention, require_no_inner_dropout
 from xformer.parallel.collectives import join, part
 from xformer.parallel.heads import parallel_head
 from xformer.parallel.parts import bounds, part_of, reduced
@@ -302,6 +302,8 @@ def tensor_parallel(model: Any, world: World, *, sequence: bool = False) -> Any:
     elif sequence and (network.embed is None or network.relative_bias is not None):
         what = "an embedding" if network.embed is None else "no relative_bias"
         raise ValueError(f"parallel: sequence = True needs {what}")
+    for config in _configs(network):
+        require_attention(config)
     if len({config.attn.kv_heads == 1 for config in _configs(network)}) > 1:
         raise ValueError("parallel: n_kv_heads must be 1 in all blocks, or in none")
     for name, value in options.items():
