@@ -138,7 +138,8 @@ def _attend(
     kv_cache: KVCache,
 ) -> tuple[Array, KVCache]:
     """Return the self-attention output (B, D) for x (B, D), and the longer KV cache."""
-    n, n_heads, n_groups = len(x), config.attn.n_heads, config.attn.kv_heads
+    attn: Any = config.attn  # AttentionConfig
+    n, n_heads, n_groups = len(x), attn.n_heads, attn.kv_heads
     projections: Any = params.kv
     q, k = _linear(x, params.q), _linear(x, projections.k)
     v = _linear(x, projections.v).reshape(n, n_groups, 1, -1)
@@ -148,12 +149,12 @@ def _attend(
         qk = np.concatenate((q, k), axis=-1).reshape(n, n_heads + n_groups, 1, -1)
         qk = _rotated(qk, rotary)
         q, k = qk[:, :n_heads], qk[:, n_heads:]
-    if config.attn.window is not None and config.attn.window[0] is not None:
-        kv_cache = kv_cache.last(config.attn.window[0])
+    if attn.window is not None and attn.window[0] is not None:
+        kv_cache = kv_cache.last(attn.window[0])
     kv_cache = append(k, v, kv_cache=kv_cache)
     keys: Any = kv_cache.k
     q = q.reshape(n, n_groups, n_heads // n_groups, -1)
-    q *= k.shape[-1] ** -0.5 if config.attn.scale is None else config.attn.scale
+    q *= k.shape[-1] ** -0.5 if attn.scale is None else attn.scale
     scores = q @ keys.mT  # (B, G, H / G, S)
     scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     probs = np.exp(scores, out=scores)

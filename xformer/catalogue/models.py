@@ -185,8 +185,8 @@ def _language_model() -> Iterator[Case]:
     latent = _blocks(**LLAMA | {"attn": LATENT})
     yield case("latent attention", (*latent, *llama), keywords=PADDED, rotary=ROPE)
     delta = _blocks(**LLAMA | {"attn": DELTA})
-    by_layer: Options = {"rotary": (None, *(ROPE,) * len(llama))}
-    yield case("gated DeltaNet", (delta[0], *llama), keywords=PADDED, **by_layer)
+    with_rope: Options = {"rotary": (None, *(ROPE,) * len(llama))}
+    yield case("gated DeltaNet", (delta[0], *llama), keywords=PADDED, **with_rope)
     yield case("rotary, padding", llama, keywords=PADDED, rotary=ROPE)
     other = RopeConfig(2, 50.0, scaling="linear", factor=2.0)
     by_layer: Options = {"rotary": (ROPE, other, None, ROPE), "keywords": PADDED}

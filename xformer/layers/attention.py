@@ -213,7 +213,7 @@ class AttentionCache(NamedTuple):
             dy, do = self.o.backward(dy)
         dgate: tuple[Array, ...] = ()
         if self.gate is not None:
-            *dgate, dy = self.gate.backward(dy)  # type: ignore[assignment]
+            *dgate, dy = self.gate.backward(dy)
         dq, dk, dv, *dtables = self.core.backward(split_heads(dy, self.q.n_heads))
         dq, dq_norm, dpos = self.q.backward(dq)
         n_cached = dk.shape[2] - self.n_new

@@ -190,9 +190,10 @@ def gated_delta_net(
     unit = config.d_key**-0.5  # rows of q and k have the length K^1/2
     beta, beta_cache = ops.sigmoid(beta)  # (B, T, H)
     log_decay, decay_cache = ops.log_decay(decay, value(params.log_rate))
-    steps = (xp.permute_dims(a, (0, 2, 1)) for a in (log_decay, beta))  # (B, H, T)
-    options: dict[str, Any] = {"scale": unit**2}
-    (ctx, state), core = ops.gated_delta_rule(q, unit * k, v, *steps, earlier.state, **options)
+    log_decay, beta = (xp.permute_dims(a, (0, 2, 1)) for a in (log_decay, beta))  # (B, H, T)
+    (ctx, state), core = ops.gated_delta_rule(
+        q, unit * k, v, log_decay, beta, earlier.state, scale=unit**2
+    )
     ctx, head_norm = norm(ctx, params.norm, config=config.norm)
     gated, glu = ops.glu(gate, merge_heads(ctx))
     y, o = linear(gated, params.o)
@@ -225,7 +226,7 @@ class GatedDeltaNetCache(NamedTuple):
     o: Any
     n_heads: int
     d_key: int
-    frozen: tuple[bool, bool]  # whether conv and log_rate are frozen
+    frozen: tuple[bool, ...]  # whether conv and log_rate are frozen
     mask: Array | None  # (B, T)
     kv_cache: RecurrentState | None  # after x
 
@@ -249,8 +250,10 @@ class GatedDeltaNetCache(NamedTuple):
             None if is_frozen else grad
             for is_frozen, grad in zip(self.frozen, (dconv, dlog_rate), strict=True)
         )
-        dqkv_params, *dothers = dmaps
-        dparams = GatedDeltaNetParams(dqkv_params, dconv, *dothers, dlog_rate, dnorm, do)
+        dqkv, dgate, dbeta, ddecay = dmaps
+        dparams = GatedDeltaNetParams(
+            dqkv, dconv, dgate, dbeta, ddecay, dlog_rate, norm=dnorm, o=do
+        )
         return xp.reshape(dx, (*shape[:-1], dx.shape[-1])), dparams
 
 

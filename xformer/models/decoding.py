@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from array_api_compat import array_namespace, device
 
@@ -27,8 +27,9 @@ def decode(
     all_logits: bool,
 ) -> tuple[Array, DecodeState]:
     """`decode` without its checks, with the RoPE frequencies of the state."""
-    if not state.is_empty:
-        require_rows(tokens, state.kv_cache[0].k.shape[0])
+    first: Any = state.kv_cache[0].k
+    if first is not None:
+        require_rows(tokens, first.shape[0])
     n_keys = state.capacity if state.is_static else state.length + tokens.shape[1]
     new_mask, key_mask, positions = _masks(model, tokens, state, mask)
     embed_positions = None if state.mask is None and mask is None else positions

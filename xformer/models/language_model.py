@@ -457,9 +457,9 @@ class LanguageModel:
         of tokens of the last `decode`. ValueError also for n above 0 if a layer is recurrent.
         """
         if state.is_static:
-            for layer in state.kv_cache:
-                if isinstance(layer, RecurrentState):
-                    layer.truncated(n, needs=0)
+            caches: Any = state.kv_cache
+            for recurrent in (cache for cache in caches if isinstance(cache, RecurrentState)):
+                recurrent.truncated(n, needs=0)
             return state._replace(length=state.truncated_length(n))
         windows: list[Window | None] = [config.attn.window for config in self.blocks]
         if self.memory_len is not None:

@@ -62,30 +62,31 @@ def parallel_block(config: BlockConfig, world: World, *, sequence: bool = False)
 
     ValueError, which names the option, for a block that cannot be cut.
     """
-    require_attention(config)
+    attn = require_attention(config)
     of_block = {f.name: getattr(config, f.name) for f in dataclasses.fields(BlockConfig)}
     if world.size > 1:
-        _require_cut(config, config.attn, world)
+        _require_cut(config, attn, world)
     units: Any = {name: _own(n, world) for name, n in _hidden_units(config).items()}
     of_block["ffn"] = dataclasses.replace(config.ffn, **units)
     of_block["attn"] = dataclasses.replace(
-        config.attn,
-        n_heads=config.attn.n_heads // world.size,
-        n_kv_heads=max(1, config.attn.kv_heads // world.size),
-        d_head=config.attn.head_width,
-        d_value=config.attn.value_width,
+        attn,
+        n_heads=attn.n_heads // world.size,
+        n_kv_heads=max(1, attn.kv_heads // world.size),
+        d_head=attn.head_width,
+        d_value=attn.value_width,
     )
-    options: Any = {"sequence": sequence, "one_key_head": config.attn.kv_heads == 1}
+    options: Any = {"sequence": sequence, "one_key_head": attn.kv_heads == 1}
     return ParallelBlock(**of_block, world=world, **options)
 
 
-def require_attention(config: BlockConfig) -> None:
-    """ValueError for a block with another layer than attention, which is not cut by heads."""
+def require_attention(config: BlockConfig) -> AttentionConfig:
+    """The block's attention. ValueError for another layer, which is not cut by heads."""
     if not isinstance(config.attn, AttentionConfig):
         raise ValueError(
             f"parallel: attn must be an AttentionConfig, got {type(config.attn).__name__}, which "
             "is not cut by heads"
         )
+    return config.attn
 
 
 def _hidden_units(config: BlockConfig) -> dict[str, int]:

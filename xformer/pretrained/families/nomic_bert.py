@@ -35,10 +35,11 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     names: not used
     """
     plain = bert.block(c, act="silu", dropout=0.0)
+    attn: Any = plain.attn
     d_head = c.integer("head_dim", low=1, default=None)
     config = replace(
         plain,
-        attn=replace(plain.attn, d_head=d_head, bias=False),
+        attn=replace(attn, d_head=d_head, bias=False),
         ffn=FeedForwardConfig(plain.ffn.d_ff, plain.ffn.activation, gated=True, bias=False),
     )
     max_len = c.integer("max_position_embeddings", low=1, default=2048)
