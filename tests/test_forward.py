@@ -34,6 +34,8 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "classify": [{"text": "ab", "label": 1}, {"text": "cd", "label": 0}],
     "seq2seq": [{"source": "abc", "target": "cba"}],
     "contrastive": [{"anchor": "ab", "positive": "ba"}, {"anchor": "c", "positive": "cc"}],
+    "classify-pairs": [{"text": "ab", "text_pair": "c", "label": 1}],
+    "tag": [{"words": ["ab", "c"], "tags": [1, 0]}],
 }
 
 
