@@ -489,9 +489,10 @@ def saved(tmp_path: Path, config: dict[str, Any], architecture: str) -> str:
         (T5, "T5ForConditionalGeneration", "EncoderDecoder, 2 layers, ", "linear_cross_entropy"),
         (BERT, "BertForMaskedLM", "LanguageModel, 1 layer, ", "linear_cross_entropy"),
         (BERT, "BertForSequenceClassification", "LanguageModel, 1 layer, ", "cross_entropy"),
+        (BERT, "BertForTokenClassification", "LanguageModel, 1 layer, ", "linear_cross_entropy"),
         (COHERE2, "Cohere2ForCausalLM", "LanguageModel, 1 layer, ", "linear_cross_entropy"),
     ],
-    ids=["t5", "masked", "classifier", "RoPE by layer"],
+    ids=["t5", "masked", "classifier", "tokens", "RoPE by layer"],
 )
 def test_the_command_shows_other_models(
     config: dict[str, Any],
