@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,20 +174,48 @@ def _recognised(
     """(model, keys that transformers does not read, matched links) if no architecture is named.
 
     The model has the first architecture of the family that fits the tensors. Architectures with a
-    head are tried before bare models.
+    head are tried before bare models. PretrainedError if another head has the same tensors.
     """
     family, errors = _family(config, where), []
     for name in family.heads:
         try:
             named = dict(config) | {"architectures": [name]}
             network, unread = _described(named, tuple(tensors), where)
-            return network, unread, matched_links(family, network, tensors, root)
+            matched = matched_links(family, network, tensors, root)
         except PretrainedError as error:
             errors.append(error)
+            continue
+        if (other := _with_same_tensors(family, network, named, where)) is not None:
+            raise PretrainedError(
+                f"{where}: architectures is missing, and {name} and {other} have these tensors: "
+                "name one"
+            )
+        return network, unread, matched
     raise PretrainedError(
         f"{where}: architectures is missing, and none of {', '.join(family.heads)} has these "
         f"tensors; the first does not, since: {errors[0]}"
     )
+
+
+def _with_same_tensors(
+    family: Family, network: Any, config: Mapping[str, Any], where: str
+) -> str | None:
+    """The architecture of another head whose tensors have the same names and shapes; or None."""
+
+    def shapes(network: Any) -> dict[str, Any]:
+        like = shapes_of(network)
+        links = (link for link in family.links(network) if link.ours[0] in like)
+        return {name: shape for link in links for name, shape in link.shapes(like).items()}
+
+    own, wanted = head_of(family, config, where), shapes(network)
+    for name, head in family.heads.items():
+        if head in (own, "hidden"):
+            continue
+        with suppress(PretrainedError):  # a head that the configuration excludes
+            other, _ = _described({**config, "architectures": [name]}, None, where)
+            if shapes(other) == wanted:
+                return name
+    return None
 
 
 def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | families.llama2c.Mapped]:
