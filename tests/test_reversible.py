@@ -58,10 +58,10 @@ def with_caches(
     for i, block in enumerate(params):
         layer_key = None if key is None else key.at(SITES * i)
         f, g = branches_of(block, config=config, causal=True, dropout_key=layer_key)
-        rate = 0.0 if key is None else config.dropout
-        r, of_f = branched(x2, f, config=config.norm, dropout_rate=rate)
+        rate, m = 0.0 if key is None else config.dropout, config.residual_multiplier
+        r, of_f = branched(x2, f, config=config.norm, multiplier=m, dropout_rate=rate)
         x1 = x1 + r
-        r, of_g = branched(x1, g, config=config.norm, dropout_rate=rate)
+        r, of_g = branched(x1, g, config=config.norm, multiplier=m, dropout_rate=rate)
         x2 = x2 + r
         caches.append((of_f, of_g))
     dx1 = dx2 = dy / 2
@@ -82,7 +82,7 @@ def with_caches(
 @pytest.mark.parametrize("depth", [2, 4, 8, 12])
 def test_gradients_are_those_of_ordinary_caches(depth: int, key: ops.RandomKey | None) -> None:
     """Dropout draws the same bits in both passes: others would be far off."""
-    config = reversible(DROPPED)
+    config = dataclasses.replace(reversible(DROPPED), residual_multiplier=0.7)
     x, params, dy = drawn(depth, config)
     y, cache = layers.blocks(x, params, configs=(config,) * depth, causal=True, dropout_key=key)
     assert isinstance(cache, ReversibleCache)

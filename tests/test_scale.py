@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,18 @@ def test_a_block_is_rezeros_layer() -> None:
     pairs += [(dparams.ffn.up.w, up.weight.grad.T), (dparams.attn.o.b, attn.out_proj.bias.grad)]
     for ours, theirs in pairs:
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_fixed_multiplier(parallel: bool) -> None:
+    """It multiplies what sublayers add: of two in parallel both, of two in sequence each."""
+    config = replace(CONFIG, residual_scale=None, parallel=parallel)
+    params = config.init(xf.backends.get().generator(0, "float64"))
+    y, _ = layers.block(X6, params, config=replace(config, residual_multiplier=-0.3))
+    attn, _ = layers.attention(X6, params.attn, n_heads=2)
+    between = X6 if parallel else X6 - 0.3 * attn
+    ffn, _ = layers.feed_forward(between, params.ffn, activation="relu")
+    np.testing.assert_allclose(y, X6 - 0.3 * attn - 0.3 * ffn, rtol=1e-12, atol=1e-14)
 
 
 X6, DY6 = RNG.normal(size=(2, 4, 6)), RNG.normal(size=(2, 4, 6))
