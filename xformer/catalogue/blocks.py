@@ -333,6 +333,9 @@ def _modern_block() -> Iterator[Case]:
     yield _blocks("block: Granite", config=granite, **turned)
     experts = layers.ExpertsConfig(n_experts=3, top_k=2, d_ff=11)
     yield _blocks("block: Mixtral", config=LLAMA | {"ffn": experts}, **turned)
+    options: Options = {"score": "sigmoid", "correction": True, "d_shared": 7}
+    v3 = layers.ExpertsConfig(4, 2, 11, n_groups=2, group_top=2, **options)
+    yield _blocks("block: experts of DeepSeek-V3", config=LLAMA | {"ffn": v3}, **turned)
     qwen2 = layers.ExpertsConfig(3, 2, 11, normalise=False, d_shared=7, shared_gate=True)
     yield _blocks("block: Qwen2-MoE", config=LLAMA | {"ffn": qwen2}, **turned)
     clamped = layers.ExpertsConfig(3, 2, 11, activation="clamped_swiglu", bias=True)
