@@ -125,6 +125,19 @@ def test_threads_that_run_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(parts) == ["stack.norm", "stack.blocks.1", "stack.blocks.0", "embed"]
 
 
+@pytest.mark.parametrize("reversible", [False, True])
+def test_a_program_of_all_blocks(reversible: bool) -> None:
+    """Numba's kernel of `blocks` reports at its end."""
+    pytest.importorskip("numba", reason="extra numba")
+    model = GPT(32, n_layers=2, d_model=32, n_heads=4, max_len=64, reversible=reversible)
+    with kernels("numba"):
+        _, cache = model.loss(model.init(0), tokens(4, 64), tokens(4, 64))
+        assert type(cache.model.hidden.stack.layers).__name__ == "Saved"
+        grads, parts = reported(cache)
+    require_reported(grads, parts)
+    assert list(parts) == ["stack.norm", "stack.blocks.1", "stack.blocks.0", "embed"]
+
+
 def test_a_program_reports_while_it_is_recorded() -> None:
     """What a compiled function does with the reports must be a part of its result."""
     pytest.importorskip("numba", reason="extra numba")

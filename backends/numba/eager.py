@@ -24,6 +24,7 @@ from xformer.backends.numpy.leaves import share_no_memory
 from xformer.backends.numpy.threads import n_threads
 from xformer.dispatch import Overridable, chosen_kernels, is_inference, is_reference_only
 from xformer.ops.random_bits import RandomKey, require_key
+from xformer.ready import Ready, report
 
 KEPT = 512  # programs that are kept
 
@@ -112,13 +113,20 @@ class Saved(NamedTuple):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
 
-    def backward(self, *dys: Any) -> Any:
-        """Return the gradients in new arrays. A dy of 1, as of a loss, is not multiplied with."""
+    def backward(self, *dys: Any, ready: Ready | None = None) -> Any:
+        """Return the gradients in new arrays. A dy of 1, as of a loss, is not multiplied with.
+
+        ready: of `BlocksCache.backward`, for the op `blocks`, but called at the end, for all blocks
+        """
         call = _Call(_backward, (self.cache, *map(_gradient, dys), {}), shares=False)
         program = call.program()
         if isinstance(program, str):
             raise TypeError(f"backward: {program}")
-        return _values(program.run(call.inputs))
+        grads = _values(program.run(call.inputs))
+        if ready is not None:
+            for i, dblock in reversed(list(enumerate(grads[1]))):
+                report(ready, f"blocks.{i}", dblock)
+        return grads
 
 
 def _gradient(dy: Any) -> Any:
