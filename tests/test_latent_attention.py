@@ -227,19 +227,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "cross-attention": (
         lambda: BLOCK.init(NUMPY.generator(0, "float64"), cross=True),
-        "block: latent attention is a self-attention; cross-attention needs an AttentionConfig",
+        "block: cross-attention needs an AttentionConfig",
     ),
     "cross-attention in a block": (
         lambda: layers.block(
             X, USUAL.init(NUMPY.generator(0, "float64"), cross=True), X, config=BLOCK
         ),
-        "block: latent attention is a self-attention; cross-attention needs an AttentionConfig",
+        "block: cross-attention needs an AttentionConfig",
     ),
     "shared memory": (
         lambda: layers.StackParams.init(
             NUMPY.generator(0, "float64"), (BLOCK,), shared_memory=True
         ),
-        "block: latent attention is a self-attention; cross-attention needs an AttentionConfig",
+        "block: cross-attention needs an AttentionConfig",
     ),
     "a decoder with a memory": (
         lambda: EncoderDecoder((BLOCK,), (BLOCK,)),
@@ -278,5 +278,5 @@ def test_refused(name: str) -> None:
 def test_types_are_refused() -> None:
     with pytest.raises(TypeError, match=r"^latent_attention: bias must be True or False, got 1$"):
         replace(CONFIG, bias=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^block: attn must be an AttentionConfig or LatentAtt"):
+    with pytest.raises(TypeError, match=r"^block: attn must be an AttentionConfig, LatentAtt"):
         replace(BLOCK, attn=BLOCK.ffn)  # type: ignore[arg-type]
