@@ -252,7 +252,8 @@ def measure(case: OpCall, names: Sequence[str], rounds: int) -> dict[str, dict[s
     )
     with xf.reference_only():
         result = _forward(exact)
-        dys = (_gradient(result[0]),) if isinstance(result, tuple) else ()
+        outputs = result[0] if isinstance(result, tuple) else ()
+        dys = tuple(map(_gradient, outputs if isinstance(outputs, tuple) else (outputs,)))
         wanted = _both(exact, dys)
     dys = tuple(dy.astype(np.float32) for dy in dys)
     running, results = dict[str, Calls](), dict[str, dict[str, Any]]()

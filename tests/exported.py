@@ -21,6 +21,8 @@ SILENT = ort.SessionOptions()
 SILENT.log_severity_level = 3
 SILENT.intra_op_num_threads = 1
 CPU = ["CPUExecutionProvider"]
+# Options that a family needs: a recurrent layer reads a known number of steps.
+FIXED: dict[str, dict[str, Any]] = {"qwen3_5_text": {"sizes": {"length": 7}}}
 
 
 class Session:

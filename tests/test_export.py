@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from causal_models import ALL, CONFIGS, SIZES, T5, T5_NAMES, UNPADDED, V, causal, lively, seq2seq
-from exported import Session, distance, in_dtype, onnx
+from exported import FIXED, Session, distance, in_dtype, onnx
 from truths import minilm
 
 import xformer as xf
@@ -47,12 +47,14 @@ def require_same(
     """The output in ONNX Runtime, for several sizes, in both dtypes."""
     network = model.network
     is_pair = isinstance(network, EncoderDecoder)
+    fixed = options.get("sizes", {}).get("length")
+    shapes = SHAPES if fixed is None else [(batch, fixed) for batch, _ in SHAPES]
     for dtype in ("float64", "float32"):
         params = in_dtype(params, dtype)
         export.onnx(model, params, path, mask=mask, **options)
         run = Session(path)
         masked = {x.name for x in run.session.get_inputs()} & {"mask", "src_mask"}
-        for i, (batch, length) in enumerate(SHAPES):
+        for i, (batch, length) in enumerate(shapes):
             data = {"src": length, "tgt": SHAPES[-i][1]} if is_pair else {"tokens": length}
             feeds: dict[str, Any] = {name: tokens(batch, n) for name, n in data.items()}
             if (network.src_embed if is_pair else network.embed) is None:
@@ -86,7 +88,7 @@ MASKED = [(name, mask) for name in ALL for mask in (False, True)[: 1 + (name not
 
 @pytest.mark.parametrize(("name", "mask"), MASKED)
 def test_decoders(name: str, mask: bool, tmp_path: Path) -> None:
-    require_same(*causal(name), tmp_path / "model.onnx", mask=mask)
+    require_same(*causal(name), tmp_path / "model.onnx", mask=mask, **FIXED.get(name, {}))
 
 
 @pytest.mark.parametrize("name", T5_NAMES)
@@ -138,7 +140,7 @@ def architecture_of(family: str, architecture: str) -> Any:
 @pytest.mark.parametrize(("family", "architecture"), HEADS)
 def test_every_architecture(family: str, architecture: str, tmp_path: Path) -> None:
     model = architecture_of(family, architecture)
-    require_same(model, lively(model, 0), tmp_path / "model.onnx")
+    require_same(model, lively(model, 0), tmp_path / "model.onnx", **FIXED.get(family, {}))
 
 
 def test_logits_of_usual_parameters_are_equal_to_1e_5(tmp_path: Path) -> None:
@@ -408,6 +410,15 @@ def test_parameters_of_any_library_and_frozen_ones(tmp_path: Path) -> None:
 
 
 # ---- Bad input ----
+
+
+def test_a_recurrent_layer_needs_a_fixed_length(tmp_path: Path) -> None:
+    model, params = causal("qwen3_5_text")
+    for options in ({}, {"max_len": 7}, {"sizes": {"batch": 2}}):
+        with pytest.raises(ValueError, match="chunks, whose number must be known: fix length"):
+            export.onnx(model, params, tmp_path / "model.onnx", **options)
+    assert not any(tmp_path.iterdir())
+
 
 GPT = xf.GPT(vocab_size=11, n_layers=1, d_model=6, n_heads=2, max_len=8)
 

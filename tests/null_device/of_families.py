@@ -38,13 +38,17 @@ REFUSED = {
     **dict.fromkeys(("cohere", "cohere2"), "linear_cross_entropy: w must be float32"),
     "alibi": "sdpa: no kernel runs in bfloat16: a bias is not added in bfloat16",
     "relative bias": "sdpa: no kernel runs in bfloat16: a bias is not added in bfloat16",
+    "qwen3_5_text": "causal_conv: x must be float32 or float64, got bfloat16",
     "shaw": "shaw: q must be float32 or float64, got bfloat16",
     "t5": "sdpa: no kernel runs in bfloat16: a bias is not added in bfloat16",
     "t5 1.1": "sdpa: no kernel runs in bfloat16: a bias is not added in bfloat16",
     "bert for classes": "pool: x must be float32 or float64, got bfloat16",
 }
 # Products that are CuPy's cannot be captured.
-OF_CUPY = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "shaw", "bert for classes")
+OF_CUPY = (
+    *("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text"),
+    *("shaw", "bert for classes"),
+)
 UNCAPTURED = dict.fromkeys(OF_CUPY, "cuBLAS")
 
 

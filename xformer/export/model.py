@@ -15,6 +15,7 @@ from xformer.checks import require_sizes
 from xformer.dispatch import inference
 from xformer.export.recording import Input, recorded
 from xformer.export.writing import Exported, require_onnx, require_path, write
+from xformer.layers.recurrent_state import is_recurrent
 from xformer.layers.rope_by_layer import distinct, max_unscaled_len
 from xformer.models import EncoderDecoder, LanguageModel, Pooler, Transformer
 from xformer.models.pooled import require_pooling
@@ -167,7 +168,7 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
     """The largest value of each dynamic size of a model.
 
     ValueError if max_len is larger than the context. NotExported if RoPE frequencies change with
-    the length.
+    the length, or a layer is recurrent.
     """
     network = model.network
     if isinstance(network, EncoderDecoder):
@@ -190,6 +191,12 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
         raise NotExported(
             f'onnx: rotary scaling "{scaling}" has other frequencies for more than {n} '
             f"tokens: give max_len={n}, or fix length with sizes"
+        )
+    recurrent = any(map(is_recurrent, getattr(network, "blocks", ())))
+    if "length" not in (sizes or {}) and recurrent:
+        raise NotExported(
+            "onnx: a gated DeltaNet reads a sequence in chunks, whose number must be known: fix "
+            "length with sizes"
         )
     return result
 
