@@ -1324,10 +1324,17 @@ def test_bad_configurations(config: Any, options: dict[str, Any], message: str) 
         config(**(good | options))
 
 
-@pytest.mark.parametrize("part", ["attn", "ffn", "norm"])
-def test_parts_of_a_block_that_are_none(part: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "wanted"),
+    [
+        ("attn", "an AttentionConfig, LatentAttentionConfig or GatedDeltaNetConfig"),
+        ("ffn", "a FeedForwardConfig or ExpertsConfig"),
+        ("norm", "a NormConfig"),
+    ],
+)
+def test_parts_of_a_block_that_are_none(part: str, wanted: str) -> None:
     good: dict[str, Any] = {"attn": AttentionConfig(8, 2), "ffn": FeedForwardConfig(16)}
-    with raises(TypeError, f"block: {part} must be a ..."):
+    with raises(TypeError, f"block: {part} must be {wanted}, got ..."):
         BlockConfig(**good | {part: {"d_ff": 16}})
 
 
