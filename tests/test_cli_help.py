@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xformer.cli import COMMANDS, main
+from xformer.cli import COMMANDS, command_parser, main
 from xformer.cli.train_options import PRESETS
 from xformer.models import GPT
 from xformer.summary import summary
@@ -85,11 +85,31 @@ def test_errors_name_what_was_probably_meant(
 
 
 @pytest.mark.parametrize(
+    ("line", "name", "words"),
+    [
+        ("rank --model m q --top 3 a b", "text", ["a", "b"]),
+        ("rank --model m q a --json b --file f c", "text", ["a", "b", "c"]),
+        ("rank q --model m --file f", "text", []),
+        ("search notes --model m q", "text", ["q"]),
+        ("search notes --model m -- -q r", "text", ["-q", "r"]),
+        ("embed a --model m -- -b --json", "text", ["a", "-b", "--json"]),
+        ("tag --model m - --json -1", "text", ["-", "-1"]),
+        ("plot a --out c.svg b", "runs", ["a", "b"]),
+    ],
+)
+def test_options_may_be_among_the_words_of_a_list(line: str, name: str, words: list[str]) -> None:
+    values = command_parser()[0].parse_args(line.split())
+    assert getattr(values, name) == words
+
+
+@pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["zzz"], "argument COMMAND: must be one of prepare, "),
         (["train", "--zzzzzz"], "xformer train: error: unrecognized: --zzzzzz\n"),
         (["train", "text.txt"], "xformer train: error: unrecognized: text.txt\n"),
+        (["embed", "a", "--model", "m", "b", "--zzzz"], "embed: error: unrecognized: b --zzzz\n"),
+        (["plot", "a", "--out", "b", ""], "plot: error: argument RUN: must name a file or"),
         (["train", "--steps", "few"], "argument --steps: invalid int value: 'few'\n"),
     ],
 )

@@ -26,13 +26,32 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **({"formatter_class": Help} | options))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `ArgumentParser`, but the parser of a command reports what is not known to it."""
+        """As `ArgumentParser`, but the parser of a command reports what is not known to it.
+
+        Options may also be among the words of a list: `rank QUERY --top 3 TEXT TEXT`.
+        """
         values, unknown = super().parse_known_args(args, namespace)
-        if unknown:
+        if unknown and not self._appended(values, unknown):
             options = (word.partition("=")[0] for word in unknown if word.startswith("-"))
             near = (did_you_mean(name, self._option_string_actions) for name in options)
             self.error(f"unrecognized: {' '.join(unknown)}{next(filter(None, near), '')}")
-        return values, unknown
+        return values, []
+
+    def _appended(self, values: argparse.Namespace, words: list[str]) -> bool:
+        """Append words to the positional argument that is a list, if all are of it.
+
+        argparse gives a list only the words before the next option, which may be none.
+        """
+        lists = [a for a in self._get_positional_actions() if a.nargs in ("*", "+")]
+        end = words.index("--") if "--" in words else len(words)
+        if not lists or any(self._parse_optional(word) is not None for word in words[:end]):
+            return False
+        try:
+            more = [self._get_value(lists[0], word) for word in (*words[:end], *words[end + 1 :])]
+        except argparse.ArgumentError as error:
+            self.error(str(error))
+        setattr(values, lists[0].dest, [*getattr(values, lists[0].dest), *more])
+        return True
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
