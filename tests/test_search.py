@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from xformer.sentences import (
 from xformer.sentences.index import texts_in
 from xformer.sentences.passages import passages
 
+SEARCH = sys.modules["xformer.sentences.search"]  # the package has a function of this name
 NOTES = {
     "a.txt": "the cat sat on the mat\n\nit was so bad that the dog ran\n",
     "b/c.md": "# the tree\n\nthe tree was very good\nand the cat ran\n\n\n## why\n",
@@ -63,15 +65,13 @@ def notes(tmp_path: Path) -> Path:
 @pytest.fixture
 def embedded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The passages that are embedded."""
-    from importlib import import_module
-
     texts: list[str] = []
 
     def listening(*args: Any, **options: Any) -> np.ndarray:
         texts.extend(args[3])
         return embed(*args, **options)
 
-    monkeypatch.setattr(import_module("xformer.sentences.search"), "embed", listening)
+    monkeypatch.setattr(SEARCH, "embed", listening)
     return texts
 
 
@@ -189,6 +189,26 @@ def test_only_what_changed_is_embedded(
     embedded.clear()
     assert np.array_equal(indexed(model_folder, notes, new).vectors, new.vectors)
     assert embedded == []
+
+
+def test_interrupted_work_is_resumed(
+    model_folder: Path, notes: Path, embedded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SEARCH, "PART", 2)
+    own = (*pretrained.load(model_folder), tokenizer(model_folder))
+    options: Any = {"model_folder": model_folder, "options": settings(model_folder)._asdict()}
+    parts: list[Index] = []
+    whole = make_index(*own, notes, **options, save=parts.append)
+    assert [list(part.files) for part in parts] == [["a.txt"], ["a.txt", "b/c.md"], [*whole.files]]
+    assert parts[1].passages[:, 0].tolist() == [0, 0, 1, 1]
+    assert len(embedded) == 5
+    for part in parts:
+        embedded.clear()
+        resumed = make_index(*own, notes, **options, old=part)
+        assert len(embedded) == 5 - len(part.vectors)
+        assert list(resumed.files) == list(whole.files)
+        assert np.array_equal(resumed.passages, whole.passages)
+        np.testing.assert_allclose(resumed.vectors, whole.vectors, atol=1e-6)
 
 
 def test_passages_fit_the_model(model_folder: Path, notes: Path, embedded: list[str]) -> None:
@@ -348,6 +368,28 @@ def test_the_command(said: Any, model_folder: Path, notes: Path, embedded: list[
     assert rows[0] == {"query": "the good tree", **want, "text": hits[0].text}
     _, out, _ = said("the good tree", "a dog", "-k", "1")
     assert out.startswith("the good tree\n0.") and "\na dog\n0." in out
+
+
+def test_an_interrupted_command_goes_on(
+    said: Any, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SEARCH, "PART", 2)
+    monkeypatch.setattr("xformer.cli.search.SAVE_EVERY", 0.0)
+    calls: list[list[str]] = []
+
+    def stopped(*args: Any, **options: Any) -> np.ndarray:
+        calls.append(args[3])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return embed(*args, **options)
+
+    monkeypatch.setattr(SEARCH, "embed", stopped)
+    assert said("a tree")[0] == 130
+    assert list(read_index(notes / INDEX).files) == ["a.txt"]
+    status, out, err = said("a tree")
+    assert (status, err) == (0, "") and out
+    assert [len(texts) for texts in calls] == [2, 2, 2, 1]  # not the first file again
+    assert len(read_index(notes / INDEX).vectors) == 5
 
 
 def test_mistakes_are_one_line(said: Any, notes: Path, tmp_path: Path) -> None:

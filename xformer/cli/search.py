@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from xformer.sentences.search import prompt_names
 
 INDEX = ".xformer-index.safetensors"
 LONGEST = 1000  # characters of a line
+SAVE_EVERY = 60.0  # seconds, in which finished files are embedded before the index is written
 ABOUT = """Print the passages of the .txt and .md files in a folder that are closest
 in meaning to a query. An index of the folder is stored in one file, so only
 new and changed files are embedded by the next search."""
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.index or Path(args.folder, INDEX))
     old = None if args.rebuild or not os.path.lexists(path) else read_index(path)
     loaded = opened(args)
-    index = _updated(args, loaded, passage, old)
+    index = _updated(args, loaded, passage, old, path)
     if old is None or index.files != old.files or index.model != old.model:
         write_index(index, path)
     with watched("embedding", len(queries)) as options:
@@ -89,9 +91,19 @@ def _options(args: argparse.Namespace, prompt_name: str | None) -> dict[str, Any
     return options
 
 
-def _updated(args: argparse.Namespace, loaded: Any, options: Any, old: Index | None) -> Index:
-    """The index of the folder, with a bar if that takes long."""
+def _updated(
+    args: argparse.Namespace, loaded: Any, options: Any, old: Index | None, path: Path
+) -> Index:
+    """The index of the folder, with a bar if that takes long; parts of it are written to `path`."""
     model, params, tokenizer, *_ = loaded
+    written = time.monotonic()
+
+    def save(part: Index) -> None:
+        nonlocal written
+        if time.monotonic() - written >= SAVE_EVERY:
+            write_index(part, path)
+            written = time.monotonic()
+
     with progress("passages") as report:
         return make_index(
             model,
@@ -103,6 +115,7 @@ def _updated(args: argparse.Namespace, loaded: Any, options: Any, old: Index | N
             old=old,
             batch_size=args.batch,
             progress=lambda done, total: report("embedding", done, total),
+            save=save,
         )
 
 

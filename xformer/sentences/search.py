@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from xformer.sentences.embed import embed, similarity
 from xformer.sentences.index import Index, Stamp, digests, model_files, stamps, texts_in
 from xformer.sentences.passages import Passage, passages
 
+PART = 1024  # least passages of a part, if there are more
 DOCUMENT = ("document", "passage", "corpus")  # names of a prompt before passages
 
 
@@ -49,6 +50,7 @@ def make_index(
     old: Index | None = None,
     batch_size: int = 32,
     progress: Callable[[int, int], Any] | None = None,
+    save: Callable[[Index], Any] | None = None,
 ) -> Index:
     """The index of the texts in a folder (`texts_in`), in passages (`passages`).
 
@@ -57,61 +59,49 @@ def make_index(
     options: of `embed`, for passages: `settings(model_folder)._asdict()`
     old: an index of the folder: a file that has not changed since is not embedded again
     progress: called with the number of embedded passages, and of all to embed, after each batch
+    save: called with the index of the files that are embedded so far, after each part of about
+        `PART` passages, so that interrupted work can be resumed from it as `old`
 
     A file that is not UTF-8 is left out, with a warning. ValueError if there is no text, and if
     `old` is of another model or has other options. Other errors: see `embed`.
     """
     require_language_model("embed", model)
-    of_model = stamps(model_folder, model_files(model_folder), {} if old is None else old.model)
-    if not os.path.samefile(tokenizer.where, model_folder):
-        own = Path(tokenizer.where)
-        names = model_files(own) if own.is_dir() else [own.name]
-        beside = stamps(own if own.is_dir() else own.parent, names, {})
-        of_model |= {f"tokenizer/{name}": stamp for name, stamp in beside.items()}
+    of_model = _model_stamps(model_folder, tokenizer, {} if old is None else old.model)
     described = describe(options)
     if old is not None:
         require_same(old, of_model, described)
     files = stamps(folder, texts_in(folder), {} if old is None else old.files)
-    kept = {} if old is None else _kept(old, files)
+    done = {} if old is None else _kept(old, files)
     limit, prompt = longest("embed", model, options.get("max_len")), options.get("prompt", "")
 
     def fits(text: str) -> bool:
         return len(tokenizer.encode(prompt + text)) <= limit
 
-    new = {name: _cut(folder, name, fits) for name in files if name not in kept}
+    new = {name: _cut(folder, name, fits) for name in files if name not in done}
     if unread := [name for name, parts in new.items() if parts is None]:
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         warnings.warn(f"search: not UTF-8, left out: {unread[0]}{more}", stacklevel=2)
-    texts = [text for parts in new.values() for _, text in parts or ()]
-    done = 0
+    texts = {name: [text for _, text in parts or ()] for name, parts in new.items()}
+    n_done, n_texts = 0, sum(map(len, texts.values()))
 
     def report(n: int) -> None:
-        nonlocal done
-        done += n
+        nonlocal n_done
+        n_done += n
         if progress is not None:
-            progress(done, len(texts))
+            progress(n_done, n_texts)
 
-    vectors = embed(
-        model, params, tokenizer, texts, **options, batch_size=batch_size, progress=report
-    ).astype(np.float32)
-    rows = iter(vectors)
-    tables, arrays = [np.empty((0, 4), np.int64)], [vectors[:0]]
-    for number, name in enumerate(files):
-        if name in kept:
-            table, array = kept[name]
-        else:
-            spans = [span for span, _ in new[name] or ()]
-            table = np.asarray([(0, *span) for span in spans], np.int64).reshape(-1, 4)
-            array = np.asarray([next(rows) for _ in spans], np.float32).reshape(
-                -1, vectors.shape[1]
-            )
-        table[:, 0] = number
-        tables.append(table)
-        arrays.append(array)
-    index = Index(np.concatenate(arrays), np.concatenate(tables), files, of_model, described)
-    if not len(index.vectors):
+    how = {**options, "batch_size": batch_size, "progress": report}
+    for names in _groups(texts):
+        rows = embed(model, params, tokenizer, [t for name in names for t in texts[name]], **how)
+        ends = np.cumsum([len(texts[name]) for name in names])
+        for name, own in zip(names, np.split(rows.astype(np.float32), ends[:-1]), strict=True):
+            spans = [(0, *span) for span, _ in new[name] or ()]
+            done[name] = np.asarray(spans, np.int64).reshape(-1, 4), own
+        if save is not None:
+            save(_index(files, done, of_model, described))
+    if not any(len(own) for _, own in done.values()):
         raise ValueError(f"search: {folder} has no text in files named *.txt or *.md")
-    return index
+    return _index(files, done, of_model, described)
 
 
 def search(
@@ -168,11 +158,53 @@ def _cut(
     return [(span, text[span.start : span.end]) for span in passages(text, fits)]
 
 
+def _model_stamps(
+    folder: str | os.PathLike[str], tokenizer: Any, old: Mapping[str, Stamp]
+) -> dict[str, Stamp]:
+    """The states of a model's files, and of a tokenizer's if it is elsewhere."""
+    states = stamps(folder, model_files(folder), old)
+    where = Path(tokenizer.where)
+    if not os.path.samefile(where, folder):
+        names = model_files(where) if where.is_dir() else [where.name]
+        beside = stamps(where if where.is_dir() else where.parent, names, {})
+        states |= {f"tokenizer/{name}": stamp for name, stamp in beside.items()}
+    return states
+
+
+def _groups(texts: Mapping[str, list[str]]) -> Iterator[list[str]]:
+    """Yield the names of files in groups that have `PART` texts or more, except the last one."""
+    names: list[str] = []
+    n = 0
+    for name, own in texts.items():
+        names.append(name)
+        n += len(own)
+        if n >= PART:
+            yield names
+            names, n = [], 0
+    if names:
+        yield names
+
+
+def _index(
+    files: Mapping[str, Stamp],
+    done: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    model: Mapping[str, Stamp],
+    options: Mapping[str, Any],
+) -> Index:
+    """The index of the files in `done`, of which each has its passages and their vectors."""
+    states = {name: stamp for name, stamp in files.items() if name in done}
+    tables, vectors = zip(*(done[name] for name in states), strict=True)
+    numbers = np.repeat(np.arange(len(states)), [len(table) for table in tables])
+    passages = np.concatenate(tables)
+    passages[:, 0] = numbers
+    return Index(np.concatenate(vectors), passages, states, model, options)
+
+
 def _kept(old: Index, files: Mapping[str, Stamp]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The passages in `old`, and their vectors, of each file that has not changed."""
     ends = np.searchsorted(old.passages[:, 0], np.arange(len(old.files) + 1))
     return {
-        name: (old.passages[start:end].copy(), old.vectors[start:end])
+        name: (old.passages[start:end], old.vectors[start:end])
         for (name, stamp), start, end in zip(old.files.items(), ends[:-1], ends[1:], strict=True)
         if name in files and files[name].digest == stamp.digest
     }
