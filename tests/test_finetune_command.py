@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 import shlex
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,15 +119,20 @@ def test_transformers_and_peft_load_what_is_saved(
 
 @pytest.mark.parametrize("task", CASES)
 def test_the_command_that_uses_the_model_runs(
-    task: str, capsys: pytest.CaptureFixture[str]
+    task: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder(task)
     assert main([*command(task)[:-6], "--out", "it's new", "--steps", "1"]) == 0
-    said = re.findall(r"^to use it: xformer (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert len(said) == (task not in ("masked", "classify-pairs"))
+    said = re.findall(r"^to use it: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert len(said) == (task != "masked")
     for line in said:
-        words = shlex.split(line)
-        assert words[1:3] == ["--model", "it's new"]
+        before, pipe, after = line.rpartition(" | ")
+        if pipe:
+            pair = subprocess.run(["sh", "-c", before], check=True, capture_output=True).stdout
+            assert pair.count(b"\t") == pair.count(b"\n") == 1
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(pair)))
+        program, *words = shlex.split(after)
+        assert (program, *words[1:3]) == ("xformer", "--model", "it's new")
         assert main(words) == 0
         assert capsys.readouterr().out
 
@@ -273,6 +280,17 @@ def test_settings_of_sentences_are_kept() -> None:
     assert main(command("contrastive")) == 0
     assert all(Path("new", name).read_text() == text for name, text in files.items())
     assert main(["embed", "--model", "new", "abc", "abd"]) == 0
+
+
+def test_settings_of_splade_and_colbert_are_kept() -> None:
+    base = folder("masked")
+    names = ["sentence_roberta_config.json", "1_SpladePooling/config.json", "1_Dense/config.json"]
+    for name in (*names, "1_Dense/model.safetensors"):
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text(name)
+    assert main(command("masked")) == 0
+    for name in (*names, "1_Dense/model.safetensors"):
+        assert Path("new", name).read_text() == name
 
 
 def test_another_tokenizer() -> None:

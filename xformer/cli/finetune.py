@@ -36,13 +36,14 @@ from xformer.world import World
 EVERY = 100  # least number of steps between validations by default; there are at most four
 LINES = 10  # lines of progress if stderr is no terminal
 SHOWN = 60  # most characters of a text in the suggested command
-# Task -> the command that uses its model, by folder and fields of a record. masked has none, nor
-# has classify-pairs: a tab is between the texts of a pair, which a shell would complete.
+# Task -> the command that uses its model, by folder and fields of a record. masked has none. printf
+# writes the tab of a pair, since a shell would complete one that is pasted.
 USES = {
-    **dict.fromkeys(("causal", "prefix", "seq2seq"), "generate --model {} --prompt={}"),
-    "classify": "classify --model {} -- {}",
-    "contrastive": "embed --model {} -- {} {}",
-    "tag": "tag --model {} -- {}",
+    **dict.fromkeys(("causal", "prefix", "seq2seq"), "xformer generate --model {} --prompt={}"),
+    "classify": "xformer classify --model {} -- {}",
+    "classify-pairs": r"printf '%s\t%s\n' {1} {2} | xformer classify --model {0} --pairs -",
+    "contrastive": "xformer embed --model {} -- {} {}",
+    "tag": "xformer tag --model {} -- {}",
 }
 NEW_HEADS = {  # task -> the head that a model without one gets
     "classify": "classifier",
@@ -142,8 +143,9 @@ def _run(options: argparse.Namespace, world: World) -> int:
     if options.task in USES:
         values = (first.fields[name] for name in job.task.fields)
         texts = (" ".join(map(str, v if isinstance(v, list) else [v])).strip() for v in values)
-        shown = (str(folder), *(text.partition("\n")[0][:SHOWN] for text in texts))
-        print(f"to use it: xformer {USES[options.task].format(*map(shlex.quote, shown))}")
+        lines = (text.partition("\n")[0].replace("\t", " ")[:SHOWN] for text in texts)
+        quoted = map(shlex.quote, (str(folder), *lines))
+        print(f"to use it: {USES[options.task].format(*quoted)}")
     return 0
 
 

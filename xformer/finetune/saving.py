@@ -13,6 +13,7 @@ from xformer.finetune import peft
 from xformer.finetune.lora import adapters, merge
 from xformer.pretrained.reading import read_bytes
 from xformer.pretrained.tokenizer_config import class_of, settings
+from xformer.sentences.settings import LENGTHS
 
 ADAPTER = "adapter"
 LIMIT = 64 << 20  # most bytes of a copied file
@@ -24,9 +25,9 @@ TOKENIZER = (
 )
 SETTINGS = (  # of generation and of sentence-transformers
     "generation_config.json",
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-    "1_Pooling/config.json",
-    *(f"{i}_Dense/{name}" for i in (2, 3) for name in ("config.json", "model.safetensors")),
+    *("modules.json", "config_sentence_transformers.json", *LENGTHS),
+    *("1_Pooling/config.json", "1_SpladePooling/config.json"),
+    *(f"{i}_Dense/{name}" for i in (1, 2, 3) for name in ("config.json", "model.safetensors")),
 )
 
 
