@@ -186,7 +186,11 @@ def test_maxsim() -> None:
     documents = [rng.normal(size=(n, 5)) for n in (4, 1, 7)]
     want = [[sum(max(a @ b for b in d) for a in q) for d in documents] for q in queries]
     np.testing.assert_allclose(maxsim(queries, documents), want, rtol=0, atol=1e-13)
-    assert maxsim(queries, []).shape == (2, 0)
+    assert maxsim(queries, []).shape == (2, 0) and maxsim([], documents).shape == (0, 3)
+    with pytest.raises(
+        ValueError, match=r"maxsim: documents\[1\] must be \(T, P\) with P = 5, got"
+    ):
+        maxsim([], [documents[0], np.ones((2, 4))])
     for bad, message in (
         (
             [np.ones((2, 4))],

@@ -121,12 +121,12 @@ def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np
 
     queries, documents: the vectors (T, P) of each text. ValueError for other shapes.
     """
+    width = next((x.shape[-1] for x in (*queries, *documents) if x.ndim), 0)
     for name, texts in (("queries", queries), ("documents", documents)):
         for i, x in enumerate(texts):
-            if x.ndim != 2 or not len(x) or x.shape[1] != queries[0].shape[-1]:
+            if x.ndim != 2 or not len(x) or x.shape[1] != width:
                 raise ValueError(
-                    f"maxsim: {name}[{i}] must be (T, P) with P = {queries[0].shape[-1]}, "
-                    f"got shape {x.shape}"
+                    f"maxsim: {name}[{i}] must be (T, P) with P = {width}, got shape {x.shape}"
                 )
     if not len(queries) or not len(documents):
         return np.zeros((len(queries), len(documents)))
