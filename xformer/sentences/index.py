@@ -124,7 +124,7 @@ def model_files(folder: str | os.PathLike[str]) -> list[str]:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise NotADirectoryError(f"the model must be a folder, {root} is none")
+        raise NotADirectoryError(f"the model must be a folder, got {root}")
     files = [path for pattern in ("*", "*/*") for path in root.glob(pattern)]
     return sorted(
         path.relative_to(root).as_posix()

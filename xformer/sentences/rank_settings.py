@@ -75,4 +75,6 @@ def _require_transformer_alone(path: Path) -> None:
         for entry in read_json_list(path)
     ]
     if kinds != ["Transformer"]:
-        raise PretrainedError(f"{path}: modules must be Transformer, got {', '.join(kinds):.100}")
+        raise PretrainedError(
+            f"{path}: modules of a cross-encoder must be Transformer, got {', '.join(kinds):.100}"
+        )
