@@ -296,7 +296,13 @@ def _error(got: Any, wanted: Any) -> float:
 
 
 def _timed_calls(calls: Calls, work: str) -> list[float]:
-    """Seconds of each of some consecutive calls."""
+    """The seconds of each call of one turn: consecutive calls for `TURN_SECONDS`, at most `MOST`.
+
+    A first call is timed to choose their number, and left out. A call that is longer than
+    `TURN_SECONDS` is the only one, and counts.
+
+    work: `FORWARD` or `BOTH`
+    """
     run = calls.forward if work == FORWARD else calls.both
     with calls.context():
         first = harness.timed(run)
@@ -352,10 +358,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(results: dict[str, Any]) -> list[list[str]]:
-    """The cells of the table, with its header: a row for each op and work.
+    """The cells of the table, line by line; the first line is the header.
 
-    A column for each contestant holds "minimum (median)" in ms, or "-" if it was not measured.
-    results: `results["rows"]` has one dict for each contestant.
+    Each further line is an op and a work ("gelu: forward"), each column a contestant. A cell is
+    "minimum (median)" in ms, or "-" if it was not measured.
+
+    results: `results["rows"]` has a dict for each contestant, with its times for each op and work
     """
     rows = results["rows"]
     works = dict.fromkeys(key for row in rows for key in row if ": " in key)

@@ -180,7 +180,11 @@ def in_range(ids: Array, *, size: int) -> bool:
 
 
 def _span(indices: Array, ids: Array) -> tuple[int, int]:
-    """The smallest and the largest id, also of unsigned ids that overflowed as indices."""
+    """The smallest and the largest of `ids`, for a message.
+
+    indices: the ids in the dtype of indices, which is signed
+    ids: before the conversion; large unsigned ids are negative as indices
+    """
     xp = array_namespace(indices)
     low, high = int(xp.min(indices)), int(xp.max(indices))
     if low >= 0 or not xp.isdtype(ids.dtype, "unsigned integer"):

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 
 def by_rows(*shape: int) -> Layout:
-    """Return the layout of a contiguous array."""
+    """Return the layout of a contiguous array, the last axis fastest, with strides in elements."""
     return Layout(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))))
 
 

@@ -108,7 +108,8 @@ def opened(device: str | None) -> Backend:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise Unusable(f"backend cupy cannot be used: {_why(error)} ({error})") from None
+        reason = _reason_no_device(error)
+        raise Unusable(f"backend cupy cannot be used: {reason} ({error})") from None
     if count == 0:
         raise Unusable("backend cupy cannot be used: no CUDA device is visible")
     backend = CupyBackend(
@@ -139,8 +140,11 @@ def _require_capability(backend: CupyBackend) -> None:
         )
 
 
-def _why(error: Exception) -> str:
-    """Return why CUDA raised `error` when it was asked for the number of devices."""
+def _reason_no_device(error: Exception) -> str:
+    """Return the reason why CUDA finds no device.
+
+    error: what CUDA raised when it was asked for the number of devices
+    """
     if "InsufficientDriver" in str(error):  # the error without a driver, too
         return "there is no NVIDIA driver, or it is too old for CuPy's CUDA"
     return "no CUDA device is visible"

@@ -100,7 +100,7 @@ class Held(NamedTuple):
 
 
 def held(values: np.ndarray) -> Held:
-    """Return the array with its address."""
+    """Return the pair of a host array and its address. The pair keeps the array alive."""
     return Held(values, values.ctypes.data)
 
 

@@ -108,7 +108,7 @@ def with_methods(
     edited: whether the copy is another backward, which a pickle would lose
     """
     plain: Any = type(cache)
-    kind = _kind(plain)
+    kind = _editable(plain)
     copy: Any = kind._make(cache)
     copy.methods = dict(getattr(cache, "methods", {}))
     for name, method in methods.items():
@@ -127,11 +127,16 @@ METHODS = ("backward", "positions_backward", "again")
 
 
 @functools.cache
-def _kind(kind: Any) -> Any:
-    """The subclass of a type of caches whose methods belong to the instance.
+def _editable(kind: Any) -> Any:
+    """The subclass of a type of caches whose instances can have methods of their own.
 
-    There is one of each type: a class for each cache would be freed by the garbage collector only,
-    and the arrays that its methods hold with it.
+    Only calls of `METHODS` are redirected, to the instance's dict `methods`. An edited instance
+    cannot be copied or pickled; another one is pickled as an instance of `kind`.
+
+    There is one subclass for each type: a class for each cache would be freed by the garbage
+    collector only, and so would the arrays that its methods hold.
+
+    kind: a type of caches; a subclass from here is returned as it is
     """
     if hasattr(kind, "edited"):
         return kind

@@ -73,7 +73,12 @@ def stepped(cache: Any, params: Tree, update: Update, *dys: Any, donate: bool = 
 
 
 def _is_part(name: str) -> bool:
-    """Whether a node is a layer or the head: its backward returns dx, then its gradients."""
+    """Whether the node of this name is the head or a layer of the stack.
+
+    The backward of such a node returns dx, then the gradients of its parameters.
+
+    name: dotted; the head's is "head", a layer's ends in "blocks.N", such as "stack.blocks.3"
+    """
     *around, last = name.split(".")
     return name == "head" or (around[-1:] == ["blocks"] and last.isdigit())
 

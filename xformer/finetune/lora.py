@@ -86,7 +86,10 @@ def adapters(params: Any) -> dict[str, LoRAParams]:
 
 
 def linear_maps(params: Any) -> tuple[str, ...]:
-    """The names of all linear layers, with or without an adapter, which targets may match."""
+    """The dotted names of all linear layers in `params`, with or without an adapter.
+
+    `attach` compares its targets, patterns such as "*.attn.q", with these names.
+    """
     return tuple(_nodes(params, (LinearParams, LoRAParams)))
 
 

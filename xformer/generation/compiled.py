@@ -52,7 +52,11 @@ def compiled_tokens(
 
 
 def why_not_compiled(network: Any, backend: Backend, most: int) -> str | None:
-    """The reason why texts of at most `most` tokens cannot be compiled; None if they can."""
+    """The reason why the decoding step of `network` cannot be compiled; None if it can.
+
+    backend: of the parameters
+    most: the tokens of the longest text, with its prompt
+    """
     is_pair = isinstance(network, EncoderDecoder)
     if is_pair and backend.graphs:
         return "the model is an encoder-decoder"
@@ -63,14 +67,14 @@ def why_not_compiled(network: Any, backend: Backend, most: int) -> str | None:
         return "Transformer-XL's relative positions depend on the number of keys"
     if any(map(is_recurrent, configs)):
         return "the state of a gated DeltaNet cannot drop tokens"
-    if most > _steady(network):
-        return f"RoPE frequencies change after {_steady(network)} tokens"
+    if most > _max_unscaled_len(network):
+        return f"RoPE frequencies change after {_max_unscaled_len(network)} tokens"
     if backend.compiled(lambda: None, ()) is None:
         return f"backend {backend.name} compiles nothing"
     return None
 
 
-def _steady(network: Any) -> float:
+def _max_unscaled_len(network: Any) -> float:
     """The most tokens with unchanged RoPE frequencies; inf if they never change."""
     return max_unscaled_len(getattr(network, "rotary", None))
 
@@ -107,7 +111,7 @@ class CompiledTokens:
     ) -> None:
         self.network, self.params, self.backend = network, params, backend
         self.is_greedy, self.asked = is_greedy, asked
-        limit = min(network.context or math.inf, _steady(network))
+        limit = min(network.context or math.inf, _max_unscaled_len(network))
         self.limit = most if backend.graphs else limit
         call = _compiled.__wrapped__ if backend.graphs else _compiled
         self._make = partial(call, network, is_greedy, backend)

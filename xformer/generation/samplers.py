@@ -164,7 +164,8 @@ def draw(logits: np.ndarray, uniform: Sequence[float]) -> list[int]:
 def pick(probs: np.ndarray, uniform: Sequence[float]) -> list[int]:
     """A token for each row of `probs` (B, V), by the inverse of its cumulative distribution.
 
-    uniform: a random number in [0, 1) for each row. The rows need not sum to 1.
+    probs: not negative. A row need not sum to 1, but its sum must be positive.
+    uniform: a random number in [0, 1) for each row
     """
     # `Generator.choice` may sample differently in other NumPy releases.
     pairs = zip(np.cumsum(probs, axis=-1), uniform, strict=True)

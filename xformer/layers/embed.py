@@ -94,7 +94,11 @@ class EmbedConfig:
 
     @property
     def position_width(self) -> int:
-        """P, the width of a position's vector."""
+        """P, the width of the vector of a position.
+
+        "add": width. "concat" and "qkv": d_positions; if that is None, d_model - width for "concat"
+        and 0 for "qkv".
+        """
         if self.mode == "add":
             return self.width
         if self.d_positions is not None:

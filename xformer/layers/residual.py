@@ -69,9 +69,12 @@ class ResidualCache(NamedTuple):
     chain: ResidualsCache
 
     def backward(self, dy: Array, *dextra: Any) -> tuple[Any, ...]:
-        """Gradients of x, norm_params, out_norm and scale, then what f's backward returns after dx.
+        """Gradients of x, norm_params, out_norm, scale, then what f's backward returns after dx.
 
-        dextra: arguments of f's backward after dy.
+        The gradient of an argument that was None is None.
+
+        dy: (..., D), the gradient of y
+        dextra: further arguments of f's backward, after the gradient of f's output
         """
         dx, (grads,) = self.chain.backward(dy, *dextra)
         return dx, *grads

@@ -123,13 +123,22 @@ class ReversibleCache(NamedTuple):
         *,
         ready: Ready | None = None,
     ) -> tuple[Any, ...]:
-        """Gradients of x, params, memory, bias, pos, memory_pos; None for memory and its pos.
+        """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
-        For each block, from the last to the first: dy1 += g'(y1)^T dy2, dx2 = dy2 + f'(x2)^T dy1,
-        dx1 = dy1. The first gradients are dy / 2, and dx = dx1 + dx2.
+        The gradients of memory and memory_pos are None, since there is no cross-attention.
 
+        For each block, from the last to the first:
+        - A second forward of g at y1 gives x2 = y2 - g(y1); its backward gives
+          dy1 += g'(y1)^T dy2.
+        - A second forward of f at x2 gives x1 = y1 - f(x2); its backward gives
+          dx2 = dy2 + f'(x2)^T dy1, and dx1 = dy1.
+
+        x1 and x2 are y1 and y2 of the block before. After the last block dy1 = dy2 = dy / 2.
+        Before the first block dx = dx1 + dx2.
+
+        dy: (B, T, D) or (T, D), the gradient of y
         drouter_logits: None, or None for each layer: there are no routers.
-        ready: of `BlocksCache.backward`
+        ready: called with "blocks.i" and the gradients of this block, as soon as they are complete
         """
         if any(dlogits is not None for dlogits in drouter_logits or ()):
             raise ValueError("blocks: drouter_logits must be None, there are no experts")

@@ -208,7 +208,7 @@ class EncoderDecoder:
             pos=pos,
             configs=self.encoder,
             relative_bias=self.encoder_relative_bias,
-            mask=_keys("src_mask", src_mask, src),
+            mask=_key_mask("src_mask", src_mask, src),
             dropout_rate=self.out_dropout,
             dropout_key=keys[1],
             activation_checkpointing=self.activation_checkpointing,
@@ -272,9 +272,9 @@ class EncoderDecoder:
             memory_pos,
             configs=self.decoder,
             relative_bias=self.decoder_relative_bias,
-            mask=_keys("tgt_mask", tgt_mask, tgt),
+            mask=_key_mask("tgt_mask", tgt_mask, tgt),
             causal=True,
-            memory_mask=_keys("src_mask", src_mask, memory),
+            memory_mask=_key_mask("src_mask", src_mask, memory),
             dropout_rate=self.out_dropout,
             dropout_key=keys[1],
             activation_checkpointing=self.activation_checkpointing,
@@ -431,7 +431,7 @@ class EncoderDecoder:
             n_cached=state.length,
             relative_bias=self.decoder_relative_bias,
             mask=target.key_mask(tokens.shape[1])[:, None, :, :] if target.is_static else None,
-            memory_mask=_keys("src_mask", state.src_mask, state.memory[0].k[:, 0, :, :]),
+            memory_mask=_key_mask("src_mask", state.src_mask, state.memory[0].k[:, 0, :, :]),
         )
         logits, _ = self.head.forward(
             x if all_logits else x[:, -1:, :], params.head, embedding.table
@@ -479,12 +479,15 @@ class EncoderDecoderParams(NamedTuple):
 
 @short
 class EncoderDecoderState(NamedTuple):
-    """The source and the target so far, as `EncoderDecoder.decode` needs them."""
+    """The state of decoding: the encoded source, and the KV caches of the target so far.
 
-    kv_cache: Sequence[KVCache]  # of each layer, of the target
-    memory: tuple[KeyValue, ...]  # of each layer, keys and values of the encoded source
+    `EncoderDecoder.init_state` makes it, and `EncoderDecoder.decode` reads and returns it.
+    """
+
+    kv_cache: Sequence[KVCache]  # for each layer of the decoder, the self-attention's KV cache
+    memory: tuple[KeyValue, ...]  # for each layer, keys and values of the source
     src_mask: Array | None  # (B, S), True = a token, False = padding; None: no padding
-    length: Any = 0  # T, of the target; if the state is static, an integer array ()
+    length: Any = 0  # tokens of the target; if the state is static, an integer array ()
 
     @property
     def target(self) -> DecodeState:
@@ -536,9 +539,14 @@ class EncodeCache(NamedTuple):
     def backward(
         self, dmemory: Array, dpos: Array | None, *, ready: Ready | None = None
     ) -> tuple[Any, ...]:
-        """Gradients of the source's embedding, the encoder, and src; None for src of token ids.
+        """Gradients of params.src_embed, params.encoder and src, in that order.
 
-        ready: of `LossCache.backward`, for the parts of the encoder
+        The first is None if src are vectors, the last is None if src are ids.
+
+        dmemory: (B, S, D), the gradient of the encoder's output
+        dpos: (S, K), the gradient of the positions' vectors from cross-attention, or None
+        ready: called with the name and the gradients of each part of the encoder
+            ("encoder.blocks.0", "encoder.norm", ...), as soon as they are complete
         """
         dx, dencoder, _, _, dself_pos, _ = self.stack.backward(
             dmemory, ready=below(ready, "encoder")
@@ -551,19 +559,22 @@ class EncodeCache(NamedTuple):
 
 @short
 class DecodeCache(NamedTuple):
-    """Saved by `decode_target` for backward: the caches of embedding, decoder and head.
-
-    For a loss, dy is the gradient of the scalar loss.
-    """
+    """Saved by `decode_target` for backward: the caches of embedding, decoder and head."""
 
     embed: Any  # of `layers.embed`; None: tgt has vectors instead of token ids
     stack: Any  # of `layers.stack`
     head: Any  # of the head, or of its loss; None: no head
 
     def backward(self, dy: Array, *, ready: Ready | None = None) -> tuple[Any, ...]:
-        """Gradients of the target's embedding, decoder, head, memory, memory_pos and tgt.
+        """Gradients of embedding, decoder, head, memory, memory_pos and tgt, in that order.
 
-        ready: of `LossCache.backward`, for the head and the parts of the decoder
+        These may be None: the embedding if tgt are vectors; tgt if tgt are ids; the head if there
+        is none or if it is tied without parameters; memory_pos if decode_target got None for it.
+
+        dy: the gradient of the logits (B, T, V), or of the hidden states (B, T, D) without a head;
+            for a loss, the gradient () of the loss
+        ready: called with the name and the gradients of the head and of each part of the decoder
+            ("head", "decoder.blocks.0", ...), as soon as they are complete
         """
         dhead = dtable = None
         if self.head is not None:
@@ -588,13 +599,22 @@ class EncoderDecoderCache(NamedTuple):
     shared_embed: bool
 
     def backward(self, dy: Array, *, ready: Ready | None = None) -> EncoderDecoderParams:
-        """Gradients of params. ready: of `LossCache.backward`."""
+        """Gradients of params.
+
+        dy: the gradient of the logits (B, T, V), or of the hidden states (B, T, D) without a head;
+            for a loss, the gradient () of the loss
+        ready: called with the name and the gradients of each part of params ("head",
+            "decoder.blocks.0", "src_embed", ...), as soon as they are complete
+        """
         return self.backward_all(dy, ready=ready)[0]
 
     def backward_all(
         self, dy: Array, *, ready: Ready | None = None
     ) -> tuple[EncoderDecoderParams, Array | None, Array | None]:
-        """Gradients of params, src and tgt; None for src and tgt of token ids."""
+        """Gradients of params, src and tgt; None for src and tgt of token ids.
+
+        dy, ready: see `backward`
+        """
         dtgt_embed, ddecoder, dhead, dmemory, dmemory_pos, dtgt = self.decode.backward(
             dy, ready=ready
         )
@@ -624,8 +644,14 @@ def _embedded(
     return embed(params, ids=x, config=config, dropout_key=key)
 
 
-def _keys(name: str, mask: Array | None, x: Array) -> Array | None:
-    """`mask` (B, S) as (B, 1, 1, S), for attention. ValueError or TypeError for another mask."""
+def _key_mask(name: str, mask: Array | None, x: Array) -> Array | None:
+    """The mask of the keys, (B, 1, 1, S), which attention broadcasts over heads and queries.
+
+    name: of the argument, for messages
+    mask: (B, S), True = a token, False = padding; None: no padding, and the result is None
+    x: the sequence, (B, S) or (B, S, ...)
+    ValueError or TypeError for another mask.
+    """
     if mask is None:
         return None
     require_mask("EncoderDecoder", name, mask, x)

@@ -686,9 +686,10 @@ class HiddenCache(NamedTuple):
         *,
         ready: Ready | None = None,
     ) -> tuple[LanguageModelParams, Array | None]:
-        """Gradients of params, without the head, and of the input; None if that is tokens.
+        """Gradients of params, without the head, and of the input; None if the input is ids.
 
-        ready: of `LossCache.backward`, for the parts of the stack
+        ready: called with the name and the gradients of each part of the stack
+            ("stack.blocks.0", "stack.norm", ...), as soon as they are complete
         """
         dx, dstack, _, _, dpos, _ = self.stack.backward(
             dx, drouter_logits, ready=below(ready, "stack")
@@ -717,8 +718,11 @@ class LanguageModelCache(NamedTuple):
     ) -> LanguageModelParams:
         """Gradients of params. The gradients of both uses of a tied table are added.
 
+        dy: the gradient of the logits (B, T, V), or of the hidden states (B, T, D) without a head;
+            for a loss, the gradient () of the loss
         drouter_logits: for each layer, the gradient of an auxiliary loss on its router, or None.
-        ready: of `LossCache.backward`
+        ready: called with the name and the gradients of each part of params ("head",
+            "stack.blocks.0", "embed", ...), as soon as they are complete
         """
         return self.backward_all(dy, drouter_logits, ready=ready)[0]
 
@@ -729,7 +733,10 @@ class LanguageModelCache(NamedTuple):
         *,
         ready: Ready | None = None,
     ) -> tuple[LanguageModelParams, Array | None]:
-        """Gradients of params, and of the input; None if that is tokens."""
+        """Gradients of params, and of the input; None if the input is ids.
+
+        dy, drouter_logits, ready: see `backward`
+        """
         dhead = dtable = None
         if self.head is not None:
             dy, dhead, dtable = self.head.backward(dy)
@@ -755,7 +762,12 @@ class BalancedLossCache(NamedTuple):
     def backward(
         self, dloss: Array | None = None, *, ready: Ready | None = None
     ) -> LanguageModelParams:
-        """Gradients of params. dloss: None: 1. ready: of `LossCache.backward`."""
+        """Gradients of params.
+
+        dloss: (), the gradient of the loss; None: 1
+        ready: called with the name and the gradients of each part of params ("head",
+            "stack.blocks.0", "embed", ...), as soon as they are complete
+        """
         dloss = one(self.tokens.value) if dloss is None else dloss
         grads: LanguageModelParams = self.tokens.model.backward(
             dloss, self.routers.backward(dloss), ready=ready

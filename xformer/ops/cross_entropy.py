@@ -97,7 +97,8 @@ class CrossEntropyCache(NamedTuple):
         the number of classes. weight of a token: 0 if it is ignored; otherwise 1, and for reduction
         "mean" 1 / (the number of tokens that are not ignored).
 
-        dloss: (), or (...) for reduction "none"; None: 1, for a loss () only
+        dloss: the gradient of the loss, (), or (...) for reduction "none"; None: 1, for reductions
+            "mean" and "sum" only
         """
         dloss = one(self.logits) if dloss is None else dloss
         shape = self.targets.shape if self.reduction == "none" else ()

@@ -76,9 +76,11 @@ def zeros(op: str, params: Any) -> Any:
 
 
 def rebuilt(like: Any, params: Any, old: Sequence[Array], new: Sequence[Array]) -> Any:
-    """`like` with the leaves `new`, which have the order of params.
+    """The tree `like` with the leaves `new`; `like` itself if each new leaf is the old one.
 
-    Returns `like` itself if each new leaf is the old one.
+    like: its leaves have the same names as those of params, in any order; leaves are matched by
+        name
+    old, new: the leaves before and after the update, in the order of `tree.flatten(params)`
     """
     if all(map(operator.is_, old, new)):
         return like

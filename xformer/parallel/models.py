@@ -49,7 +49,11 @@ class _TensorParallel:
 
     @property
     def cuts(self) -> Mapping[str, Cut]:
-        """For each pattern of parameter names, the axis that is cut, or a word (`sharding`)."""
+        """How the parameters are cut: for patterns of their names, an axis or a word.
+
+        Patterns are globs (`fnmatch`) for a dotted name with a dot before it. The first pattern
+        that matches a name counts. The module `xformer.parallel.sharding` explains the words.
+        """
         has_labels = not getattr(self.original.head, "of_tokens", False)
         one_key_head = _configs(self)[0].one_key_head
         return (LABELS if has_labels else {}) | (ONE_KEY_HEAD if one_key_head else {}) | CUTS

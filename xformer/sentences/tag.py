@@ -41,12 +41,12 @@ class Tag(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token of a text."""
+    """A token of a text, with the probabilities of its labels."""
 
     probs: np.ndarray  # (n_labels,)
-    start: int
+    start: int  # the characters text[start:end]
     end: int
-    continues: bool  # a word
+    continues: bool  # whether it belongs to the word of the token before; else it begins a word
 
 
 def tag(

@@ -17,7 +17,7 @@ from xformer.typing import Array
 
 
 class Loss(Protocol):
-    """A loss: loss(params, batch, backend, key) -> mean loss in nats, and its cache."""
+    """A function loss(params, batch, backend, dropout_key) that returns a loss and its cache."""
 
     def __call__(
         self,
@@ -27,7 +27,15 @@ class Loss(Protocol):
         dropout_key: ops.RandomKey | None = None,
         /,
     ) -> tuple[Array, Any]:
-        """The mean loss () and its cache. dropout_key: None: no dropout."""
+        """The mean loss of a batch, an array () in nats, and its cache.
+
+        `cache.backward(dloss)` returns the gradients of params. dloss: (), of the loss.
+
+        params: of the model, on the device of `backend`
+        batch: arrays and masks on the host
+        backend: moves the batch to the device
+        dropout_key: the random bits of dropout are drawn from it; None: no dropout
+        """
 
 
 def loss_of(model: Any, **options: Any) -> ModelLoss:

@@ -31,7 +31,11 @@ class Document(NamedTuple):
     goes_on: bool = False  # whether it is the first part of a longer text
 
     def pieces(self) -> Iterator[str]:
-        """Yield the text in pieces of about a megabyte."""
+        """Yield the text in order: a text in memory as one piece, a file in several.
+
+        Pieces of a file have about a megabyte, and end at line ends if there are any. ValueError
+        if the file is not UTF-8, or becomes shorter.
+        """
         if self.text is not None:
             yield self.text
         else:
@@ -47,7 +51,7 @@ class Texts(NamedTuple):
     description: str
 
     def pieces(self) -> Iterator[str]:
-        """Yield the text of all documents in pieces."""
+        """Yield the text of all documents in order, each in pieces (`Document.pieces`)."""
         for document in self.read():
             yield from document.pieces()
 

@@ -176,7 +176,8 @@ def activate_block(code: int, number: float, x: Any, y: Any) -> None:
 def differentiate_block(code: int, number: float, saved: Any, dy: Any, dx: Any) -> None:
     """Write dx = dy f'(x).
 
-    code: the formula f, such as `SWISH`   number: its parameter c
+    code: the formula f, such as `SWISH`
+    number: its parameter c, used only by `SWISH` (x sigmoid(c x)) and `TANH` (c tanh(x / c))
     saved: (n,), y if the code is in `FROM_OUTPUT`, else x   dy, dx: (n,)
     """
     c = np.float32(number)

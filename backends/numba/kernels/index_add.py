@@ -38,7 +38,10 @@ def unsupported(x: Array, y: Array, *, ids: Array) -> str | None:
 
 @kernel(ops.index_add, "numba.kernels", unsupported=unsupported)
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, NumbaIndexAddCache]:
-    """out = x, then out[ids[n]] += y[n] for every n."""
+    """out = x, then out[ids[n]] += y[n] for every n (`ops.index_add`).
+
+    x, out: (V, D), y: (N, D), in float32; ids: (N,) integers in [0, V)
+    """
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     recorder = program.of([x, y, ids])
     assert recorder is not None  # `unsupported` has checked this
@@ -53,7 +56,7 @@ class NumbaIndexAddCache(NamedTuple):
     shape: tuple[int, ...]  # (V, D)
 
     def backward(self, dout: Array) -> tuple[Array, Array]:
-        """dx = dout, dy = dout[ids]."""
+        """dx = dout, dy = dout[ids].   dout, dx: (V, D)   dy: (N, D)"""
         require_shape("index_add", "dout", dout, self.shape)
         return dout, take(dout, self.ids, axis=0)
 

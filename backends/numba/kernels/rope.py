@@ -65,7 +65,13 @@ class NumbaRopeCache(NamedTuple):
 def _emit_rotation(
     name: str, x: Array, cos: Array, sin: Array, interleaved: bool, *, back: bool
 ) -> Array:
-    """Record the rotation of x (B, H, T, K) and return its result. back: by negative angles."""
+    """Record the rotation of x (B, H, T, K), and return y with the memory layout of x.
+
+    name: of the instruction
+    cos, sin: (T, R/2) or (B, T, R/2); the first R of the K channels are rotated
+    interleaved: whether pairs are the channels (2i, 2i + 1), else (i, i + R/2)
+    back: rotate by the negative angles, for the backward
+    """
     program = program_of(x, cos, sin)
     x, cos, sin = _with_dense_rows(x), contiguous(cos), contiguous(sin)
     order = order_of(x, 1)
