@@ -15,6 +15,7 @@ import pytest
 from hostile import damaged, refused_at_most, some
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from sentences import BERT, write, write_model
 from truths import minilm
 
@@ -134,8 +135,12 @@ def test_which_files_are_texts(notes: Path, tmp_path: Path) -> None:
     (notes / "link.txt").symlink_to(tmp_path / "outside.txt")
     (notes / "folder").symlink_to(tmp_path)
     assert texts_in(notes) == sorted(NOTES)
-    with pytest.raises(NotADirectoryError, match="there is no folder"):
-        texts_in(tmp_path / "absent")
+    with pytest.raises(
+        NotADirectoryError, match=r"there is no folder .*/notse; did you mean .*/no"
+    ):
+        texts_in(tmp_path / "notse")
+    with pytest.raises(NotADirectoryError, match=r"a\.txt is a file, not a folder"):
+        texts_in(notes / "a.txt")
 
 
 def test_hits_are_the_most_similar_passages(model_folder: Path, notes: Path) -> None:
@@ -253,12 +258,12 @@ def test_an_interrupted_write_leaves_the_old_index(
     write_index(index, path)
     before = path.read_bytes()
 
-    def full(_: Any, part: Path, *__: Any) -> None:
+    def full(_: Any, part: Path, **__: Any) -> None:
         part.write_bytes(b"half")
-        raise OSError("no space left")
+        raise SafetensorError("no space left")
 
-    monkeypatch.setattr("safetensors.numpy.save_file", full)
-    with pytest.raises(OSError, match="no space"):
+    monkeypatch.setattr("xformer.training.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="index cannot be written: no space left"):
         write_index(index, path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
@@ -370,25 +375,35 @@ def test_the_command(said: Any, model_folder: Path, notes: Path, embedded: list[
     assert out.startswith("the good tree\n0.") and "\na dog\n0." in out
 
 
+@pytest.mark.parametrize(
+    ("error", "seconds", "status"), [(KeyboardInterrupt, 60.0, 130), (RuntimeError, 0.0, 1)]
+)
 def test_an_interrupted_command_goes_on(
-    said: Any, notes: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException],
+    seconds: float,
+    status: int,
+    said: Any,
+    notes: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(SEARCH, "PART", 2)
-    monkeypatch.setattr("xformer.cli.search.SAVE_EVERY", 0.0)
+    monkeypatch.setattr("xformer.cli.search.SAVE_EVERY", seconds)
     calls: list[list[str]] = []
 
     def stopped(*args: Any, **options: Any) -> np.ndarray:
-        calls.append(args[3])
+        if args[3]:
+            calls.append(args[3])
         if len(calls) == 2:
-            raise KeyboardInterrupt
+            calls.append([])
+            raise error
         return embed(*args, **options)
 
     monkeypatch.setattr(SEARCH, "embed", stopped)
-    assert said("a tree")[0] == 130
+    assert said("a tree")[0] == status
     assert list(read_index(notes / INDEX).files) == ["a.txt"]
     status, out, err = said("a tree")
     assert (status, err) == (0, "") and out
-    assert [len(texts) for texts in calls] == [2, 2, 2, 1]  # not the first file again
+    assert [len(texts) for texts in calls] == [2, 2, 0, 2, 1]  # not the first file again
     assert len(read_index(notes / INDEX).vectors) == 5
 
 
@@ -401,6 +416,8 @@ def test_mistakes_are_one_line(said: Any, notes: Path, tmp_path: Path) -> None:
         (["a", "--passage-prompt", "query"], "the index was made with another prompt"),
         (["a", "--query-prompt", "x"], "prompt_name must be one of query, passage, got 'x'"),
         (["a", "--index", str(notes / "a.txt")], "a.txt: is damaged, or no index"),
+        (["a", "--index", str(notes / "no" / "i")], f"there is no folder {notes / 'no'}"),
+        (["a", "--rebuild", "--max-len", "2"], "max_len must exceed the 2 special tokens, got 2"),
     ]:
         status, out, err = said(*options)
         assert (status, out) == (1, ""), options
@@ -408,6 +425,10 @@ def test_mistakes_are_one_line(said: Any, notes: Path, tmp_path: Path) -> None:
     status, _, err = said("a", "--truncate-dim", "4", "--rebuild")
     assert (status, err) == (0, "") and read_index(notes / INDEX).vectors.shape == (5, 4)
     index = tmp_path / "own"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.access", lambda *_: False)
+        status, _, err = said("a", "--index", str(index))
+    assert status == 1 and f"the index cannot be written to {tmp_path}: give --index PATH" in err
     index.write_bytes(b"damaged")
     assert said("a", "--index", str(index))[0] == 1
     assert said("a", "--index", str(index), "--rebuild")[0] == 0

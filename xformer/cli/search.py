@@ -24,11 +24,12 @@ from xformer.sentences import (
     settings,
     write_index,
 )
+from xformer.sentences.index import require_folder
 from xformer.sentences.search import prompt_names
 
 INDEX = ".xformer-index.safetensors"
 LONGEST = 1000  # characters of a line
-SAVE_EVERY = 60.0  # seconds, in which finished files are embedded before the index is written
+SAVE_EVERY = 60.0  # seconds between writes of the index of the files that are finished
 ABOUT = """Print the passages of the .txt and .md files in a folder that are closest
 in meaning to a query. An index of the folder is stored in one file, so only
 new and changed files are embedded by the next search."""
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     for_query, for_passage = prompt_names(prompts(args.model))
     query = _options(args, args.query_prompt or for_query)
     passage = _options(args, args.passage_prompt or for_passage)
-    path = Path(args.index or Path(args.folder, INDEX))
+    path = _index_path(args)
     old = None if args.rebuild or not os.path.lexists(path) else read_index(path)
     loaded = opened(args)
     index = _updated(args, loaded, passage, old, path)
@@ -82,6 +83,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _index_path(args: argparse.Namespace) -> Path:
+    """The path of the index. OSError unless the folder of texts exists, and the index's folder."""
+    path = Path(args.index or require_folder(args.folder) / INDEX)
+    folder = require_folder(path.parent)
+    if not path.exists() and not os.access(folder, os.W_OK):
+        raise PermissionError(f"the index cannot be written to {folder}: give --index PATH")
+    return path
+
+
 def _options(args: argparse.Namespace, prompt_name: str | None) -> dict[str, Any]:
     """The options of `embed`, with a prompt."""
     options = settings(args.model, prompt_name=prompt_name)._asdict()
@@ -94,29 +104,38 @@ def _options(args: argparse.Namespace, prompt_name: str | None) -> dict[str, Any
 def _updated(
     args: argparse.Namespace, loaded: Any, options: Any, old: Index | None, path: Path
 ) -> Index:
-    """The index of the folder, with a bar if that takes long; parts of it are written to `path`."""
+    """The index of the folder, with a bar if that takes long.
+
+    The index of the finished files is written to `path` once a minute, and if Ctrl-C is pressed.
+    """
     model, params, tokenizer, *_ = loaded
-    written = time.monotonic()
+    written, unwritten = time.monotonic(), None
 
     def save(part: Index) -> None:
-        nonlocal written
+        nonlocal written, unwritten
+        unwritten = part
         if time.monotonic() - written >= SAVE_EVERY:
             write_index(part, path)
-            written = time.monotonic()
+            written, unwritten = time.monotonic(), None
 
-    with progress("passages") as report:
-        return make_index(
-            model,
-            params,
-            tokenizer,
-            args.folder,
-            model_folder=args.model,
-            options=options,
-            old=old,
-            batch_size=args.batch,
-            progress=lambda done, total: report("embedding", done, total),
-            save=save,
-        )
+    try:
+        with progress("passages") as report:
+            return make_index(
+                model,
+                params,
+                tokenizer,
+                args.folder,
+                model_folder=args.model,
+                options=options,
+                old=old,
+                batch_size=args.batch,
+                progress=lambda done, total: report("embedding", done, total),
+                save=save,
+            )
+    except KeyboardInterrupt:
+        if unwritten is not None:
+            write_index(unwritten, path)
+        raise
 
 
 def _print(args: argparse.Namespace, query: str, hit: Hit) -> None:

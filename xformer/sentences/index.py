@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xformer.checks import near_path
 from xformer.files import replacing
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, parse_json
@@ -82,8 +83,8 @@ def read_index(path: str | os.PathLike[str]) -> Index:
 
 
 def write_index(index: Index, path: str | os.PathLike[str]) -> None:
-    """Write an index to a file. An interrupted write leaves the old file."""
-    from safetensors.numpy import save_file
+    """Write an index to a file. An interrupted write leaves the old file. OSError if it fails."""
+    from xformer.training.checkpoint import write_arrays  # it takes long to import
 
     description = {
         "files": {name: list(stamp) for name, stamp in index.files.items()},
@@ -92,8 +93,18 @@ def write_index(index: Index, path: str | os.PathLike[str]) -> None:
     }
     metadata = {"format": FORMAT, "description": json.dumps(description, allow_nan=False)}
     arrays = {"vectors": index.vectors, "passages": index.passages}
-    with replacing(Path(path)) as (part,):
-        save_file(arrays, part, metadata)
+    with replacing(target := Path(path)) as (part,):
+        write_arrays(arrays, part, target, metadata)
+
+
+def require_folder(folder: str | os.PathLike[str]) -> Path:
+    """The path of a folder. NotADirectoryError if it is none."""
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file, not a folder")
+    if not path.is_dir():
+        raise NotADirectoryError(f"there is no folder {path}{near_path(path)}")
+    return path
 
 
 def texts_in(folder: str | os.PathLike[str]) -> list[str]:
@@ -102,9 +113,7 @@ def texts_in(folder: str | os.PathLike[str]) -> list[str]:
     A text is a regular file whose name ends with .txt or .md. Subfolders are searched too. Links,
     and names that begin with a dot, are ignored. NotADirectoryError if there is no folder.
     """
-    root = Path(folder)
-    if not root.is_dir():
-        raise NotADirectoryError(f"there is no folder {root}")
+    root = require_folder(folder)
     found: list[str] = []
     for where, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]

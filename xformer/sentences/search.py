@@ -72,6 +72,7 @@ def make_index(
         require_same(old, of_model, described)
     files = stamps(folder, texts_in(folder), {} if old is None else old.files)
     done = {} if old is None else _kept(old, files)
+    embed(model, params, tokenizer, [], **options)  # raises for bad options, before texts are cut
     limit, prompt = longest("embed", model, options.get("max_len")), options.get("prompt", "")
 
     def fits(text: str) -> bool:
