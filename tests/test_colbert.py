@@ -223,6 +223,18 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     folder = write_stanford(tmp_path, similarity="l2")
     with pytest.raises(PretrainedError, match="similarity must be 'cosine', got 'l2'"):
         colbert_settings(folder, query=True)
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(str(folder / "model.safetensors"))
+    for changes, message in (
+        ({"linear.weight": projection()[0]}, r"linear\.weight must be a matrix, got shape \(12,\)"),
+        ({}, r"has no linear\.weight"),
+    ):
+        del tensors["linear.weight"]
+        tensors |= changes
+        save_file(tensors, str(folder / "model.safetensors"))
+        with pytest.raises(PretrainedError, match=message):
+            colbert_settings(folder, query=True)
     plain = tmp_path / "plain"
     plain.mkdir()
     write_model(plain, BERT)
@@ -233,6 +245,8 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
         colbert(*opened, ["a"], expand=True)
     with pytest.raises(ValueError, match="colbert: expand needs a tokenizer with a mask token"):
         colbert(*opened, ["a"], expand=True, max_len=9)
+    with pytest.raises(TypeError, match="colbert: marker must be a string, got int"):
+        colbert(*opened, ["a"], marker=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="colbert: texts must be a list of texts, got one text"):
         colbert(*opened, "a")
     assert colbert(*opened, []) == []

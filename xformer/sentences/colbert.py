@@ -84,6 +84,8 @@ def colbert(
     require_language_model("colbert", model)
     texts = listed("colbert", texts)
     width_after("colbert", modules, model.d_model)
+    if not isinstance(marker, str):
+        raise TypeError(f"colbert: marker must be a string, got {type(marker).__name__}")
     if expand and max_len is None:
         raise ValueError("colbert: expand needs max_len")
     fill = tokenizer.mask_id if expand else None
@@ -170,8 +172,10 @@ def _of_pylate(root: Path, query: bool) -> ColbertSettings:
 
 
 def _of_stanford(root: Path, query: bool) -> ColbertSettings:
-    shape = open_tensors(root).shape(PROJECTION)
-    if len(shape) != 2:
+    tensors = open_tensors(root)
+    if PROJECTION not in tensors:
+        raise PretrainedError(f"{root}: has no {PROJECTION}")
+    if len(shape := tensors.shape(PROJECTION)) != 2:
         raise PretrainedError(f"{root}: {PROJECTION} must be a matrix, got shape {shape}")
     modules = (Dense(read_linear(root, "linear", (shape[1], shape[0]), False, alone=False)),)
     path = root / METADATA
