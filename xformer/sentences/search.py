@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,17 +72,15 @@ def make_index(
         require_same(old, of_model, described)
     files = stamps(folder, texts_in(folder), {} if old is None else old.files)
     done = {} if old is None else _kept(old, files)
-    embed(model, params, tokenizer, [], **options)  # raises for bad options, before texts are cut
+    # Raises for bad options, before texts are cut.
+    embed(model, params, tokenizer, [], **options, batch_size=batch_size)
     limit, prompt = longest("embed", model, options.get("max_len")), options.get("prompt", "")
 
     def fits(text: str) -> bool:
         return len(tokenizer.encode(prompt + text)) <= limit
 
-    new = {name: _cut(folder, name, fits) for name in files if name not in done}
-    if unread := [name for name, parts in new.items() if parts is None]:
-        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
-        warnings.warn(f"search: not UTF-8, left out: {unread[0]}{more}", stacklevel=2)
-    texts = {name: [text for _, text in parts or ()] for name, parts in new.items()}
+    new = _cut(folder, [name for name in files if name not in done], fits)
+    texts = {name: [text for _, text in parts] for name, parts in new.items()}
     n_done, n_texts = 0, sum(map(len, texts.values()))
 
     def report(n: int) -> None:
@@ -96,7 +94,7 @@ def make_index(
         rows = embed(model, params, tokenizer, [t for name in names for t in texts[name]], **how)
         ends = np.cumsum([len(texts[name]) for name in names])
         for name, own in zip(names, np.split(rows.astype(np.float32), ends[:-1]), strict=True):
-            spans = [(0, *span) for span, _ in new[name] or ()]
+            spans = [(0, *span) for span, _ in new[name]]
             done[name] = np.asarray(spans, np.int64).reshape(-1, 4), own
         if save is not None:
             save(_index(files, done, of_model, described))
@@ -149,14 +147,22 @@ def decoded(folder: str | os.PathLike[str], name: str) -> str:
 
 
 def _cut(
-    folder: str | os.PathLike[str], name: str, fits: Callable[[str], bool]
-) -> list[tuple[Passage, str]] | None:
-    """The passages of a file, and their texts; None if it is not UTF-8."""
-    try:
-        text = decoded(folder, name)
-    except UnicodeDecodeError:
-        return None
-    return [(span, text[span.start : span.end]) for span in passages(text, fits)]
+    folder: str | os.PathLike[str], names: Sequence[str], fits: Callable[[str], bool]
+) -> dict[str, list[tuple[Passage, str]]]:
+    """The passages of each file, and their texts; none, with a warning, if it is not UTF-8."""
+    found: dict[str, list[tuple[Passage, str]]] = {}
+    unread = []
+    for name in names:
+        try:
+            text = decoded(folder, name)
+        except UnicodeDecodeError:
+            unread.append(name)
+            text = ""
+        found[name] = [(span, text[span.start : span.end]) for span in passages(text, fits)]
+    if unread:
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        warnings.warn(f"search: not UTF-8, left out: {unread[0]}{more}", stacklevel=3)
+    return found
 
 
 def _model_stamps(
