@@ -11,8 +11,11 @@ import pytest
 from test_tokenizer import GPT2, PIECES, ROBERTA, TEXTS, byte_level, word_piece
 
 from xformer import finetune, pretrained
+from xformer.pretrained.families import FAMILIES
 from xformer.pretrained.reading import PretrainedError
 from xformer.pretrained.tokenizer import tokenizer
+from xformer.pretrained.tokenizer_classes import KINDS
+from xformer.pretrained.tokenizer_config import GENERIC, REGISTERED
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
@@ -41,6 +44,16 @@ def bytes_of(*specials: str) -> Maker:
             (folder / name).unlink()
 
     return make
+
+
+def pattern(folder: Path) -> None:
+    """Bytes as Granite, OLMo 2 and Phi-4 have them: with another pattern than that of GPT-2."""
+    bytes_of(*GPT2)(folder)
+    path = str(folder / "tokenizer.json")
+    inner = tokenizers.Tokenizer.from_file(path)
+    steps = [tokenizers.pre_tokenizers.Split("l", "isolated"), inner.pre_tokenizer]
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
+    inner.save(path)
 
 
 def pieces(folder: Path) -> None:
@@ -86,6 +99,7 @@ MAKERS: dict[str, Maker] = {
     "bert": bert,
     "gpt2": bytes_of(*GPT2),
     "roberta": bytes_of(*ROBERTA),
+    "pattern": pattern,
     "pieces": pieces,
     "t5": unigram(*T5),
     "albert": unigram(*ALBERT),
@@ -170,7 +184,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     *(
         ("gpt2", {"config": {"model_type": kind}})
-        for kind in ("gpt2", "gpt_neox", "qwen2", "qwen3")
+        for kind in ("gpt2", "gpt_neox", "qwen2", "qwen3", "starcoder2")
+    ),
+    *(
+        ("pattern", config("GPT2Tokenizer") | {"config": {"model_type": kind}})
+        for kind in ("granite", "olmo2", "olmo3", "phi3")
     ),
     ("gpt2", config(LLAMA) | {"config": {"model_type": "qwen2"}}),
     ("roberta", config("RobertaTokenizer", add_prefix_space=True)),
@@ -243,6 +261,16 @@ def test_the_ids_are_those_of_transformers(
     for kind in ("bos", "eos", "pad", "mask"):
         if f"{kind}_token" in files.get("tokenizer_config", {}):
             assert getattr(ours, f"{kind}_id") == getattr(theirs, f"{kind}_token_id")
+
+
+def test_the_classes_of_families_are_those_of_transformers() -> None:
+    auto = pytest.importorskip("transformers.models.auto.tokenization_auto", exc_type=ImportError)
+    unchanged = "TokenizersBackend", "MistralCommonBackend"
+    for kind in FAMILIES:
+        name = auto.TOKENIZER_MAPPING_NAMES.get(kind)
+        assert (kind in GENERIC) == (name in unchanged), kind
+        if kind not in GENERIC:
+            assert REGISTERED.get(kind) == (name if name in KINDS else None), kind
 
 
 @pytest.mark.parametrize(

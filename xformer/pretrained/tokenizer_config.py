@@ -29,7 +29,7 @@ REGISTERED = {
     "distilbert": "BertTokenizer",
     "electra": "BertTokenizer",
     **dict.fromkeys(("gemma2", "gemma3_text"), "GemmaTokenizer"),
-    "gpt2": "GPT2Tokenizer",
+    **dict.fromkeys(("gpt2", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("gpt_neox", "olmoe"), "GPTNeoXTokenizer"),
     "mpnet": "MPNetTokenizer",
     "nomic_bert": "BertTokenizer",
@@ -39,7 +39,7 @@ REGISTERED = {
     "xlm-roberta": "XLMRobertaTokenizer",
 }
 # Only tokenizer.json is used, whatever class a file names.
-GENERIC = ("mistral", "mixtral", "modernbert")
+GENERIC = ("granite", "mistral", "mixtral", "modernbert", "olmo2", "olmo3", "phi3")
 FIXED = ("qwen2",)  # the registered class is used, whatever class a file names
 ALIASES = {
     **dict.fromkeys(
