@@ -443,14 +443,19 @@ def test_rotary_scalings_of_latent_attention(family: str, name: str, tmp_path: P
     prove(tmp_path / "4", family, version_4(changes, "type"), length=ORIGINAL + 5)
 
 
-def test_layers_that_predict_later_tokens_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("DeepseekV3", "model.layers.61.eh_proj.weight"), ("Qwen3_5", "mtp.fc.weight")],
+)
+def test_layers_that_predict_later_tokens_are_left_out(
+    family: str, name: str, tmp_path: Path
+) -> None:
     """With a warning; transformers leaves them out without one."""
-    hf = build(kind("DeepseekV3", LM), configured("DeepseekV3", {}))
+    hf = build(kind(family, LM), configured(family, {}))
     hf.save_pretrained(tmp_path)
     _, want = pretrained.load(tmp_path)
-    names = "model.layers.61.eh_proj.weight", "model.layers.61.embed_tokens.weight"
-    rewritten(tmp_path, more={name: np.ones((16, 32), np.float32) for name in names})
-    with pytest.warns(UserWarning, match="does not use are left out: 'model.layers.61.eh_proj"):
+    rewritten(tmp_path, more={name: np.ones((16, 32), np.float32)})
+    with pytest.warns(UserWarning, match=f"does not use are left out: '{name}'"):
         _, params = pretrained.load(tmp_path)
     require_equal(params, want)
 

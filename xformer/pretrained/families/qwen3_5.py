@@ -118,4 +118,5 @@ FAMILY = family("Qwen3_5", build, links)._replace(
         "Qwen3_5TextForSequenceClassification": HEADS["ForSequenceClassification"],
         "Qwen3_5TextModel": HEADS["Model"],
     },
+    unused=(r"mtp\..*",),  # which predict the token after the next one
 )
