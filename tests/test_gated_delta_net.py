@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 
 from xformer import backends, layers, tree
 from xformer.layers import GatedDeltaNetConfig
+from xformer.models import LanguageModel
 
 CONFIG = GatedDeltaNetConfig(12, n_heads=4, n_key_heads=2, d_key=3, d_value=5, eps=1e-3)
 
@@ -88,6 +91,22 @@ def test_padding_on_the_left_changes_nothing() -> None:
     y, _ = layers.gated_delta_net(padded, params, config=CONFIG, mask=mask)
     wanted, _ = layers.gated_delta_net(x, params, config=CONFIG)
     np.testing.assert_allclose(y[:, 3:], wanted, rtol=0, atol=1e-13)
+
+
+def test_a_static_state_of_recurrent_layers_alone() -> None:
+    """No layer has slots; the mask has one for each token."""
+    block = block_config(12, 3, 8)
+    blocks = (replace(block, attn=CONFIG),) * 2
+    model = LanguageModel(layers.EmbedConfig(11, 12, 12, positions="none"), blocks)
+    params = model.init(dtype="float64")
+    tokens = np.random.default_rng(0).integers(0, 11, (2, 6))
+    mask = np.array([[False] * 2 + [True] * 4, [True] * 6])
+    wanted, _ = model.forward(params, tokens, mask=mask)
+    _, state = model.decode(params, tokens[:, :4], model.init_state(), mask=mask[:, :4])
+    state = state.preallocate(9)
+    assert state.capacity == 9
+    got, _ = model.decode(params, tokens[:, 4:], state, all_logits=True)
+    np.testing.assert_allclose(got, wanted[:, 4:], rtol=0, atol=1e-13)
 
 
 def test_frozen_parameters_have_no_gradient() -> None:

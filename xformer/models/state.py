@@ -46,7 +46,9 @@ class DecodeState(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """The number of slots."""
+        """The number of slots of a static state."""
+        if self.mask is not None:
+            return int(self.mask.shape[1])
         return max(layer.length for layer in self.kv_cache)  # a RecurrentState has none
 
     def preallocate(self, n: int) -> DecodeState:
