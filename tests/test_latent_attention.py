@@ -132,10 +132,17 @@ def test_decoding_without_the_keys_of_heads(
 
 
 @only("numpy")
-def test_an_adapter_of_the_latent_vector_is_used_in_decoding(library: Backend) -> None:
+@pytest.mark.parametrize("what", ["adapter", "bias"])
+def test_the_whole_map_of_the_latent_vector_is_used_in_decoding(
+    library: Backend, what: str
+) -> None:
     params = drawn(NUMPY, CONFIG)
-    params = lora.attach(params, 2, 4.0, ["kv.up"])
-    params = tree.map(lambda a: a + 0.1, params)
+    if what == "adapter":
+        params = lora.attach(params, 2, 4.0, ["kv.up"])
+        params = tree.map(lambda a: a + 0.1, params)
+    else:
+        up = params.kv.up._replace(b=NUMPY.generator(9, "float64").normal((3 * (4 + 7),)))
+        params = params._replace(kv=params.kv._replace(up=up))
     x, _ = inputs(NUMPY)
     y, _ = latent_attention(x, params, config=CONFIG, causal=True)
     with inference():

@@ -196,7 +196,7 @@ def latent_attention(
     if kv_cache is not None:
         if kv_cache.write_index is not None and mask is None:
             raise ValueError("latent_attention: a static KV cache needs a mask")
-        # Without cached tokens this costs more; adapters and other dtypes need `linear`.
+        # Without cached tokens this costs more; adapters, biases and other dtypes need `linear`.
         absorbs = kv_cache.k is not None and _is_plain(params.kv.up, x)
         kv_cache = append(k_rope, split_heads(latent, 1), kv_cache=kv_cache)
         k_rope, latent = kv_cache.k, merge_heads(kv_cache.v, x.ndim)
@@ -315,8 +315,8 @@ def _absorbed(
 
 
 def _is_plain(up: Any, x: Array) -> bool:
-    """Whether `_absorbed` can use the weights: no adapter, and not in another dtype than x."""
-    return isinstance(up, LinearParams) and value(up.w).dtype == x.dtype
+    """Whether `_absorbed` can use `up`: no adapter, no bias, and not in another dtype than x."""
+    return isinstance(up, LinearParams) and up.b is None and value(up.w).dtype == x.dtype
 
 
 def _require_width(name: str, y: Array, letters: str, wanted: int) -> None:
