@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
+from xformer.layers import BlockConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families.llama import (
@@ -25,18 +27,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration. By default layers 0, 2, 4, ... have a sliding window."""
     c.only("use_bidirectional_attention", False)
     c.ignore("hidden_act", "cache_implementation")  # hidden_activation is used instead
-    bias = c.flag("attention_bias", default=False)
-    config = block(
-        c,
-        kv_heads=4,
-        d_head=256,
-        norm_placement="sandwich",
-        norm_offset=1.0,
-        ffn=gated(c, activation(c, "hidden_activation", "gelu_pytorch_tanh")),
-        bias=bias,
-        scale=c.number("query_pre_attn_scalar", low=1e-9, default=256.0) ** -0.5,
-        softcap=c.number("attn_logit_softcapping", low=1e-9, default=50.0, null=None),
-    )
+    cap = c.number("attn_logit_softcapping", low=1e-9, default=50.0, null=None)
+    config = block_of(c, softcap=cap)
     n_layers = layers(c)
     alternate = tuple(i % 2 == 0 for i in range(n_layers))
     c.unread("sliding_window_size", c.data.get("sliding_window"))  # the 9B model has it
@@ -49,6 +41,21 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         tied=True,
         embed_scale=config.d_model**0.5,
         softcap=c.number("final_logit_softcapping", low=1e-9, default=30.0, null=None),
+    )
+
+
+def block_of(c: Config, **attn: Any) -> BlockConfig:
+    """Return a block with norms before and after each sublayer. attn: of `llama.attend`."""
+    return block(
+        c,
+        kv_heads=4,
+        d_head=256,
+        norm_placement="sandwich",
+        norm_offset=1.0,
+        ffn=gated(c, activation(c, "hidden_activation", "gelu_pytorch_tanh")),
+        bias=c.flag("attention_bias", default=False),
+        scale=c.number("query_pre_attn_scalar", low=1e-9, default=256.0) ** -0.5,
+        **attn,
     )
 
 

@@ -11,15 +11,13 @@ from xformer.pretrained.families import gemma2
 from xformer.pretrained.families.llama import (
     FULL,
     SLIDING,
-    block,
     decoder,
     family,
-    gated,
     window,
     windowed,
     windows,
 )
-from xformer.pretrained.family import activation, layers
+from xformer.pretrained.family import layers
 from xformer.pretrained.names import Links, norm
 from xformer.pretrained.rope import rope_by_type
 
@@ -31,17 +29,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     RoPE of another base. With `use_bidirectional_attention` (EmbeddingGemma) the model is an
     encoder, whose windows have half the size on both sides of the query.
     """
-    config = block(
-        c,
-        kv_heads=4,
-        d_head=256,
-        norm_placement="sandwich",
-        norm_offset=1.0,
-        ffn=gated(c, activation(c, "hidden_activation", "gelu_pytorch_tanh")),
-        bias=c.flag("attention_bias", default=False),
-        qk_norm="head",
-        scale=c.number("query_pre_attn_scalar", low=1e-9, default=256.0) ** -0.5,
-    )
+    config = gemma2.block_of(c, qk_norm="head")
     c.only("attn_logit_softcapping", None)  # transformers has the key, but does not use it
     bidirectional = c.flag("use_bidirectional_attention", default=False)
     causal_window = window(c, default=4096)

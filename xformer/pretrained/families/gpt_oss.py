@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from xformer.layers import ExpertsConfig
 from xformer.models import LanguageModel
@@ -15,6 +14,7 @@ from xformer.pretrained.families.llama import (
     family,
     top_links,
     window,
+    windowed,
     windows,
 )
 from xformer.pretrained.families.mixtral import balancing
@@ -63,7 +63,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     return decoder(
         c,
         head,
-        tuple(replace(config, attn=replace(config.attn, window=each)) for each in sizes),
+        windowed(config, sizes),
         max_len=max_len,
         rotary=rope(c, width=width, max_len=max_len, theta=150000.0, default=YARN),
         load_balancing_weight=balancing(c, head),

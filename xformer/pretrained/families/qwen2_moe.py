@@ -18,6 +18,7 @@ from xformer.pretrained.families.llama import (
     gated,
     top_links,
     window,
+    windowed,
     windows,
 )
 from xformer.pretrained.families.mixtral import balancing, links_in_memory, mixture_links
@@ -83,8 +84,7 @@ def sliding(c: Config, config: BlockConfig) -> tuple[BlockConfig, ...]:
         size = window(c, default=4096)
     last = c.integer("max_window_layers", default=28)
     slides = tuple(size is not None and i % 2 == 0 and i < last for i in range(n_layers))
-    sizes = windows(c, n_layers, size, slides)
-    return tuple(replace(config, attn=replace(config.attn, window=each)) for each in sizes)
+    return windowed(config, windows(c, n_layers, size, slides))
 
 
 def links(model: LanguageModel) -> Links:
