@@ -12,7 +12,8 @@ from xformer.backends import Backend
 from xformer.optim import OPTIMISERS, Optimiser, Rule, ShardedState, grouped
 from xformer.optim.sharded import owners
 from xformer.training import TrainConfig
-from xformer.world import Alone, threads
+from xformer.training.gathered import gathered, is_sharded, scattered
+from xformer.world import Alone, World, threads
 
 NUMPY = backends.get("numpy")
 MODEL = GPT(vocab_size=16, n_layers=2, d_model=8, n_heads=2, max_len=8)
@@ -90,6 +91,32 @@ def test_more_processes_than_leaves_and_two_dtypes(library: Backend) -> None:
         for name, p in new.items():
             assert type(p) is type(params[name]) and p.dtype == params[name].dtype
             assert np.array_equal(library.to_numpy(p), library.to_numpy(wanted[name]))
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_whole_state_and_back(name: str, n: int) -> None:
+    """Also if some processes have no leaf, and so with lion no state at all."""
+    params = {"w": np.ones((3, 2), "float32"), "v": np.full((2, 5), 3, "float32")}
+
+    def work(world: World) -> Any:
+        optimiser = optim.sharded(OPTIMISERS[name], world)
+        _, state = optimiser.step(params, params, optimiser.init(params), lr=0.1)
+        assert is_sharded(state, world)
+        whole = gathered(state, world, NUMPY)
+        back = scattered(whole, optimiser.init(params), world, NUMPY)
+        assert type(back) is ShardedState
+        assert_equal(tree.flatten(back), tree.flatten(state))
+        return whole
+
+    plain = OPTIMISERS[name]
+    _, wanted = plain.step(params, params, plain.init(params), lr=0.1)
+    assert_equal(threads.run(n, work)[0], tree.flatten(wanted))
+
+
+def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[x], a) for x, a in wanted.items())
 
 
 def test_a_process_alone_gets_the_optimiser_itself() -> None:

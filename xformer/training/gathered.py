@@ -17,7 +17,7 @@ from xformer.world import World
 
 def is_sharded(state: Any, world: World) -> bool:
     """Whether a state of an optimiser is sharded. ValueError if the processes differ in this."""
-    mine = bool(_names(state))
+    mine = _is_sharded(state)
     for rank, other in enumerate(world.gather(mine)):
         if other != mine:
             raise ValueError(
@@ -63,6 +63,12 @@ def scattered(whole: dict[str, Any], like: Any, world: World, backend: Backend) 
 
     parts = [part(name) for name in wanted[world.rank]]
     return tree.unflatten(like, dict(zip(tree.flatten(like), parts, strict=True)))
+
+
+def _is_sharded(state: Any) -> bool:
+    found: list[str] = []
+    tree.map_nodes(lambda path, node: found.append(path) or node, state, ShardedState)
+    return bool(found)  # also if this process has no leaves of it
 
 
 def _names(state: Any) -> dict[str, str]:
