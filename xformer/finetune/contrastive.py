@@ -8,6 +8,7 @@ from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.ops._loss import one
+from xformer.ready import Ready
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -53,7 +54,7 @@ class ContrastiveCache(NamedTuple):
     model: Any  # of `LanguageModel.pooled`
     value: Array  # (), the loss; gives the dtype and device of the default dloss
 
-    def backward(self, dloss: Array | None = None) -> Any:
-        """Gradients of the model's parameters. dloss: None: 1."""
+    def backward(self, dloss: Array | None = None, *, ready: Ready | None = None) -> Any:
+        """Gradients of the model's parameters. dloss: None: 1. ready: of `LossCache.backward`."""
         da, db = self.loss.backward(one(self.value) if dloss is None else dloss)
-        return self.model.backward(array_namespace(da).concat([da, db]))
+        return self.model.backward(array_namespace(da).concat([da, db]), ready=ready)

@@ -8,6 +8,7 @@ from xformer import ops
 from xformer.checks import require_one_of
 from xformer.layers.pooling import POOLINGS, pool, pooling_names
 from xformer.models.lm_head import zeros_of
+from xformer.ready import Ready, report
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -64,12 +65,18 @@ class PooledCache(NamedTuple):
     norm: Any  # of `ops.l2_normalize`; None if the vectors are not normalised
     head: Any  # the head's parameters; if they were not used, their gradient is zeros of this shape
 
-    def backward(self, dy: Array) -> Any:
-        """Gradients of the model's parameters; zeros for a head that was not used."""
+    def backward(self, dy: Array, *, ready: Ready | None = None) -> Any:
+        """Gradients of the model's parameters; zeros for a head that was not used.
+
+        ready: of `LossCache.backward`
+        """
         if self.norm is not None:
             dy = self.norm.backward(dy)
         if self.pooler is not None:
             dy, dhead = self.pooler.backward(dy)
         else:
             dhead = zeros_of(self.head)
-        return self.hidden.backward(self.pool.backward(dy))._replace(head=dhead)
+        report(ready, "head", dhead)
+        grads, _ = self.hidden.backward_all(self.pool.backward(dy), ready=ready)
+        report(ready, "embed", grads.embed)
+        return grads._replace(head=dhead)
