@@ -41,6 +41,8 @@ def collectives(world: World) -> None:
     world.send(np.full(3, rank), (rank + 1) % size)
     world.send(np.asfortranarray(term(rank, (7, 5))), (rank + 1) % size)
     pair = [world.receive((rank - 1) % size) for _ in range(2)]
+    world.sums(0)  # all have received
+    assert not world._sent  # type: ignore[attr-defined]  # no copy is kept
     half = world.split(rank % 2)
     say(
         rank=rank,

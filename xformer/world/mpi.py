@@ -46,7 +46,7 @@ class Mpi(World):
 
     def send(self, x: Array, to: int) -> None:
         """Send x to process `to`. Returns at once; the process has to `receive` it."""
-        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        self._forget_sent()
         array = np.array(on_host(x), order="C")  # a copy: the caller may write to x
         first = head(array)
         self._sent.append((self._comm.Isend(first, to, SENT), first))
@@ -127,6 +127,11 @@ class Mpi(World):
                 is_told = True
                 self._tell({rank for rank, request in requests if not request.Test()})
             time.sleep(0 if waited < SPIN else NAP)
+        self._forget_sent()
+
+    def _forget_sent(self) -> None:
+        """Free the copies of arrays that have been sent."""
+        self._sent = [pair for pair in self._sent if not pair[0].Test()]
 
     def _tell(self, silent: set[int]) -> None:
         """Say for whom this process waits. Only the first process that nobody waits for does."""
