@@ -84,7 +84,7 @@ def test_a_process_alone(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher, and no world yet."""
-    for name in SIZES:
+    for name in (*SIZES, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys.modules["xformer.world"], "_worlds", [])
     yield
@@ -102,6 +102,13 @@ def test_the_environment_decides(name: str, alone: None, monkeypatch: pytest.Mon
     assert n_launched() == 1
     monkeypatch.setenv("RANK", "3")
     assert n_launched() == 16
+    # torchrun in a step of Slurm: each of its processes would be alone.
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert n_launched() == 1
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert n_launched() == 16
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
     monkeypatch.setenv(name, "1")
     found = found_world()
     assert isinstance(found, Alone) and found_world() is found

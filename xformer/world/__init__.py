@@ -12,6 +12,7 @@ __all__ = ["Alone", "World", "end_all", "launched", "world"]
 # Set by launchers: MPICH's and Intel's mpiexec, Open MPI's mpirun, Slurm's srun, torchrun. The
 # first one counts: mpiexec may run within a step of Slurm, or in a container that sets WORLD_SIZE.
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun alone
 INSTALL = "pip install 'xformer-array[mpi]'"
 _worlds: list[World] = []  # the world, once it is known
 
@@ -32,7 +33,9 @@ def by_mpi() -> bool:
 
 def _deciding() -> str | None:
     """The variable of the launcher nearest to this process; None without a launcher."""
-    found = (name for name in SIZES if os.environ.get(name, "").isdecimal())
+    # torchrun in a step of Slurm starts the processes itself.
+    names = ("WORLD_SIZE",) if TORCHRUN in os.environ else SIZES
+    found = (name for name in names if os.environ.get(name, "").isdecimal())
     name = next(found, None)
     # Some containers set WORLD_SIZE for a job whose processes they do not start.
     return None if name == "WORLD_SIZE" and not os.environ.get("RANK", "").isdecimal() else name
