@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -69,9 +70,12 @@ _local = threading.local()
 
 
 def current() -> Any:
-    """What belongs to this thread: its log, its device, its stream, the calls of a group."""
+    """What belongs to this thread: its log, its device, its stream, the calls of a group.
+
+    moved: bytes from the host to the device
+    """
     if not hasattr(_local, "log"):
-        _local.log, _local.device, _local.group = [], None, None
+        _local.log, _local.device, _local.group, _local.moved = [], None, None, 0
         _local.stream = Stream(name="current")
     return _local
 
@@ -145,7 +149,10 @@ class Gpus:
 
 
 def on_device(x: Any) -> Array:
-    return x if isinstance(x, Array) else np.array(x).view(Array)
+    if isinstance(x, Array):
+        return x
+    current().moved += x.nbytes
+    return np.array(x).view(Array)
 
 
 @pytest.fixture
@@ -235,6 +242,17 @@ def test_objects_and_groups(gpus: Gpus) -> None:
             world.all_reduce(on_device(np.zeros(6 + 3 * rank)))
 
     threads.run(3, work)
+
+
+def test_what_is_for_several_processes_is_moved_to_the_device_once(gpus: Gpus) -> None:
+    def work(control: World) -> int:
+        world = joined(control)
+        before = current().moved
+        world.broadcast("x" * 10_000)
+        return current().moved - before
+
+    first, *others = threads.run(4, work)
+    assert 10_000 < first < 11_000 and max(others) < 1_000
 
 
 def test_a_sharded_optimiser(gpus: Gpus) -> None:
@@ -334,9 +352,14 @@ def test_missing_libraries(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- Without MPI ----
 
 PROGRAM = """
-import json, os, sys
+import json, multiprocessing, os, sys, time
+from cupyx.distributed._store import TCPStoreProxy
 from xformer.world import nccl
 
+multiprocessing.set_start_method("spawn")  # Python 3.14 does not fork either
+TCPStoreProxy.MAX_NUM_RETRIES = 1
+if os.environ["RANK"] == "0":
+    time.sleep(1)  # the others wait for it longer than CuPy does
 store = nccl._Store()
 cupy, library = nccl._library()
 sent = store.broadcast(library.get_unique_id() if store.rank == 0 else None)
@@ -352,6 +375,11 @@ try:
 except RuntimeError as error:
     print(error, file=sys.stderr)
 """
+
+
+def needs_nccl() -> None:
+    if not has_nccl():
+        pytest.skip("CuPy or nvidia-nccl is not installed")
 
 
 def has_nccl() -> bool:
@@ -375,8 +403,7 @@ def started(program: str, rank: int, port: int) -> subprocess.Popen[str]:
 
 def test_the_id_by_the_store_of_cupy() -> None:
     """NCCL's own id, which needs no GPU, by the variables of torchrun; then the error without."""
-    if not has_nccl():
-        pytest.skip("CuPy or nvidia-nccl is not installed")
+    needs_nccl()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -396,6 +423,44 @@ def test_the_id_by_the_store_of_cupy() -> None:
     why = "nccl: send and receive need MPI: start the processes by mpiexec"
     assert found == [[rank, 2, rank, identity, ["ab", "ab"], why] for rank in range(2)]
     assert all("nccl: each process needs a GPU, and process 0 on " in err for err in said)
+
+
+def test_the_port_of_the_store_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_nccl()
+    from xformer.world.nccl import _Store
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        variables = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": port - 1}
+        for name, value in {"MASTER_ADDR": "127.0.0.1", **variables}.items():
+            monkeypatch.setenv(name, str(value))
+        message = f"process 0 must be able to use port {port} of 127.0.0.1, MASTER_PORT + 1 of MAST"
+        with pytest.raises(OSError, match=re.escape(message)):
+            _Store()
+
+
+def test_an_error_in_one_process_is_not_held_back(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for it in NCCL, and never close the store."""
+    from xformer.world import nccl
+
+    waited: list[float] = []
+
+    def close(patience: float = nccl.PATIENCE) -> None:
+        waited.append(patience)
+        raise TimeoutError("nccl: process 1 did not come")
+
+    def fails(*args: Any) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(nccl, "_Store", lambda: SimpleNamespace(close=close))
+    monkeypatch.setattr(nccl, "by_mpi", lambda: False)
+    monkeypatch.setattr(nccl, "Nccl", fails)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="a bug"):
+        nccl.world()
+    assert waited == [nccl.GRACE]
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])

@@ -10,13 +10,15 @@ Collectives of CuPy arrays stay on the devices. NCCL only moves bytes: sums are 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ INSTALL = (
 )
 STORE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 PATIENCE = 300.0  # seconds in which all processes must start
+GRACE = 5.0  # seconds in which all processes fail alike
 NAP = 0.05  # seconds between two looks into the store
 _worlds: list[Nccl] = []  # the world, once it is known
 
@@ -58,9 +61,14 @@ def _found() -> Nccl:
         return Nccl(found_world())
     store = _Store()
     try:
-        return Nccl(store)
-    finally:
-        store.close()
+        found = Nccl(store)
+    except Exception:
+        # Others may be about to read the reason, or may wait for this process for ever.
+        with contextlib.suppress(TimeoutError):
+            store.close(GRACE)
+        raise
+    store.close()
+    return found
 
 
 class Nccl(World):
@@ -121,7 +129,10 @@ class Nccl(World):
             return list(parts)
         cupy = self._cupy
         heads = cupy.asarray(np.stack([head(part) for part in parts]))
-        sent = [cupy.ascontiguousarray(cupy.asarray(part)).reshape(part.shape) for part in parts]
+        # An array for several processes is moved to the device once.
+        distinct = {id(part): part for part in parts}
+        moved = {i: cupy.ascontiguousarray(cupy.asarray(part)) for i, part in distinct.items()}
+        sent = [moved[id(part)].reshape(part.shape) for part in parts]
         theirs = cupy.empty_like(heads)
         self._move(list(heads), list(theirs))
         sizes = cupy.asnumpy(theirs)  # waits for the other processes
@@ -178,28 +189,36 @@ class _Store(World):
         address = values["MASTER_ADDR"], port + 1
         self._server = _store.TCPStore(size) if rank == 0 else None
         if self._server is not None:
-            self._server.run(*address)
+            _require_free(*address)
+            # Not run(), which pickles the store where processes are not forked (Python 3.14).
+            run = self._server._server_loop
+            threading.Thread(target=run, args=address, daemon=True).start()
         self._there = _store.TCPStoreProxy(*address)
         self._n = 0  # exchanges so far
 
     def gather(self, obj: Any) -> list[Any]:
         """The `obj` of each process, in all processes. At most 200 bytes of a pickle."""
         self._n += 1
-        self._there[f"{self._n}/{self.rank}"] = pickle.dumps(obj)
+        self._write(f"{self._n}/{self.rank}", pickle.dumps(obj))
         return [pickle.loads(self._read(f"{self._n}/{rank}", rank)) for rank in range(self.size)]
 
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """The `obj` of process `root`, in all processes. At most 200 bytes of a pickle."""
         return self.gather(obj if self.rank == root else None)[root]
 
-    def close(self) -> None:
-        """Stop the store, once no process needs it. All processes call it."""
+    def close(self, patience: float = PATIENCE) -> None:
+        """Stop the store, once no process needs it. All processes call it.
+
+        patience: seconds; TimeoutError if another process does not call it within them
+        """
         if self._server is None:
-            self._there[f"closed/{self.rank}"] = b""
+            self._write(f"closed/{self.rank}", b"", patience)
             return
-        for rank in range(1, self.size):
-            self._read(f"closed/{rank}", rank)
-        self._server.stop()
+        try:
+            for rank in range(1, self.size):
+                self._read(f"closed/{rank}", rank, patience)
+        finally:
+            self._server._run.value = 0
 
     def end(self, message: str) -> None:
         """Print the message and end this process. torchrun ends the others."""
@@ -220,17 +239,36 @@ class _Store(World):
         """Not possible. NotImplementedError."""
         raise NotImplementedError("nccl: split needs MPI: start the processes by mpiexec")
 
-    def _read(self, key: str, rank: int) -> bytes:
+    def _write(self, key: str, value: bytes, patience: float = PATIENCE) -> None:
+        """Put a value into the store. TimeoutError if there is no store within `patience`."""
+        self._asked(lambda: self._there.__setitem__(key, value), 0, patience)
+
+    def _read(self, key: str, rank: int, patience: float = PATIENCE) -> bytes:
         """What a process has put into the store. TimeoutError if it does not come."""
-        limit = time.monotonic() + PATIENCE
+        value: bytes = self._asked(lambda: self._there[key], rank, patience)
+        return value
+
+    def _asked(self, ask: Callable[[], Any], rank: int, patience: float) -> Any:
+        limit = time.monotonic() + patience
         while time.monotonic() < limit:
             try:
-                value: bytes = self._there[key]
-            except RuntimeError:  # there is no such key yet
+                return ask()
+            except RuntimeError:  # there is no such key yet, or no store
                 time.sleep(NAP)
-            else:
-                return value
-        raise TimeoutError(f"nccl: process {rank} did not come within {PATIENCE:.0f} s")
+        raise TimeoutError(f"nccl: process {rank} did not come within {patience:.0f} s")
+
+
+def _require_free(host: str, port: int) -> None:
+    """OSError unless process 0 can have its store there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(
+                f"nccl: process 0 must be able to use port {port} of {host}, MASTER_PORT + 1 of "
+                f"MASTER_ADDR: {error}"
+            ) from error
 
 
 def _library() -> tuple[Any, Any]:
