@@ -28,6 +28,7 @@ import xformer as xf
 from xformer import lock, training
 from xformer.training import CheckpointError, Diverged, log, run
 from xformer.training.run import checkpoints, path_of
+from xformer.world import World, threads
 
 
 def names(folder: Path) -> list[str]:
@@ -651,6 +652,18 @@ def test_checkpoints_that_have_frozen_parameters_too_go_on(tmp_path: Path) -> No
         steps = list(found.record(runs.steps(found.begin(other))))
     assert [step.loss for step in steps] == [step.loss for step in whole[6:]]
     assert thawed(steps[-1].state) == thawed(whole[-1].state)
+
+
+def test_no_process_saves_a_resumed_state_again(tmp_path: Path) -> None:
+    """One that does would wait for the others for ever."""
+
+    def work(world: World) -> None:
+        for _ in range(2):
+            with opened(tmp_path, world=world) as found:
+                found.save(found.begin(begun()))
+
+    threads.run(2, work)
+    assert list(checkpoints(tmp_path)) == [0]
 
 
 def test_a_model_that_is_written_in_another_way(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ class Run:
             return _moved(common, self.backend.to_numpy)
 
         state = _moved(self.world.first(begin), self.backend.asarray)
+        self._saved = self.world.broadcast(self._saved)
         if sharded:
             optimiser = scattered(whole.optimiser, own, self.world, self.backend)
             state = state._replace(optimiser=optimiser)
