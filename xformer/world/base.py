@@ -101,7 +101,8 @@ class World:
 
     def all_gather(self, x: Array) -> list[Array]:
         """The x of each process, in their order. Shapes may differ."""
-        return self.all_to_all([x] * self.size)
+        got = self._exchange([self._own(x)] * self.size)
+        return [_like(each, x) for each in got]
 
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
         """What each process sent to this one. parts: one array for each process, of any shape."""
