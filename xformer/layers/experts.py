@@ -217,7 +217,7 @@ class MixtureCache(NamedTuple):
     """
 
     router_logits: Array  # (N, E)
-    ids: Array  # (N, C), by falling logits
+    ids: Array  # (N, C), by falling scores
     router: Any  # of `layers.linear`
     chosen: Any  # of `layers.router.route`
     experts: Any  # of `ops.experts`

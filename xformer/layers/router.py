@@ -26,7 +26,7 @@ def route(
 
     logits: (N, E)
     correction: (E,), added to the scores for the choice, not for the weights (DeepSeek-V3,
-        arXiv:2412.19437, eq. 16). It moves no weight a little, so its gradient is 0.
+        arXiv:2412.19437, eq. 16). A small change of it does not change y, so its gradient is 0.
     """
     xp = array_namespace(logits)
     # Softmax does not change the order, and of the chosen logits it is what normalising gives.

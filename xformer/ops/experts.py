@@ -40,9 +40,9 @@ def experts(
 ) -> tuple[Array, ExpertsCache]:
     """y_n = sum_c weights_nc * (act(x_n w_gate_e) * (x_n w_up_e)) w_down_e, e = ids_nc.
 
-    With biases, each of the three products has that of its expert added. The experts of
-    arXiv:2401.04088, eq. 3; with biases, of gpt-oss. This reference runs every row through every
-    expert, so that no shape depends on a value.
+    The bias of the expert, if there is one, is added to each of the three products. They are the
+    experts of arXiv:2401.04088, eq. 3, and with biases of gpt-oss. This reference runs every row
+    through every expert, so that no shape depends on a value.
 
     x: (N, D)   w_gate, w_up: (E, D, F)   w_down: (E, F, D)   weights: (N, C)   b_gate, b_up:
     (E, F)   b_down: (E, D)   ids: (N, C) integers in [0, E)   y: (N, D)
@@ -84,7 +84,7 @@ class ExpertsCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
         """dx, dw_gate, dw_up, dw_down, dweights, db_gate, db_up and db_down.
 
-        Those of the experts' weights and biases are None unless trainable.
+        The gradients of weights and biases are None unless trainable.
 
         Each expert computes them from the rows of dy that chose it; dx is the sum over experts.
         """
@@ -106,7 +106,8 @@ class ExpertsCache(NamedTuple):
     def factors(self, dy: Array) -> list[tuple[tuple[Array, Array], ...]]:
         """For each expert, the pairs (x, dy) whose products x^T dy are dw_gate, dw_up, dw_down.
 
-        The gradient of a bias is the sum of dy over rows, for b_down times the expert's share.
+        The gradient of a bias is the sum of dy over rows. For b_down, dy is multiplied by the share
+        of the expert.
         """
         pairs: list[tuple[tuple[Array, Array], ...]] = []
         for e, part in enumerate(self.parts):
@@ -117,7 +118,7 @@ class ExpertsCache(NamedTuple):
 
 
 def of_expert(ws: tuple[Array | None, ...], e: int) -> Weights:
-    """The weights of expert e, of those of all."""
+    """The weights and biases of expert e. ws: of all experts."""
     return tuple(None if w is None else w[e, ...] for w in ws)
 
 

@@ -68,7 +68,7 @@ def rope_by_type(
 
     thetas: type of layer -> the family's default base
     names: type of layer -> the key of its base outside the parameters
-    scaled: the types of layers that `rope_scaling` is of
+    scaled: the types of layers to which `rope_scaling` applies
 
     Raises PretrainedError.
     """

@@ -115,9 +115,9 @@ class Tokenizer:
         """The tokens of a text or of a pair of texts, with the model's special tokens.
 
         second: the second text of a pair
-        max_len: of more tokens the longer text of a pair loses the first, until both are of equal
-            length ("longest_first" of transformers); at truncation_side; special tokens stay. None:
-            no limit.
+        max_len: the most tokens. Texts are truncated at truncation_side. The longer text of a pair
+            is truncated first, until both have equal lengths ("longest_first" of transformers).
+            Special tokens are kept. None: no limit.
 
         ValueError if max_len has no room for text.
         """

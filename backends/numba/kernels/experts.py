@@ -148,7 +148,7 @@ class NumbaExpertsCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
         """Return the gradients of x, of the experts (None unless trainable), and of `weights`.
 
-        Those of biases are last.
+        The gradients of biases are last.
         """
         require_gradient("experts", "dy", dy, self.x)
         order, w_gate, w_up, w_down = self.order, self.w_gate, self.w_up, self.w_down
