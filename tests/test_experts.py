@@ -222,6 +222,15 @@ def test_deepseeks_choice_token_by_token(library: Backend, kind: str) -> None:
     )
 
 
+def test_groups_without_tokens(library: Backend) -> None:
+    config = layers.ExpertsConfig(12, 3, 11, n_groups=4, top_groups=2)
+    x, params = layer_inputs(library, config)
+    y, cache = layers.mixture(x[:0, ...], params, config=config)
+    dx, dparams = cache.backward(y)
+    assert y.shape == dx.shape == (0, *x.shape[1:])
+    assert not library.to_numpy(dparams.router).any()
+
+
 def test_mixtrals_and_qwens_order_are_one_function() -> None:
     """softmax(top k of l) = top k of softmax(l) / their sum: the denominator of all cancels."""
     logits, order = NUMPY.generator(0, "float64").normal((7, 5), std=3.0), slice(-2, None)

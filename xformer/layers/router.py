@@ -96,7 +96,8 @@ def _of_best_groups(keys: Array, config: ExpertsConfig) -> Array:
     The key of a group is the sum of its `group_top` largest keys.
     """
     xp = array_namespace(keys)
-    grouped = xp.reshape(keys, (keys.shape[0], config.n_groups, -1))  # (N, groups, E / groups)
+    shape = (keys.shape[0], config.n_groups, config.n_experts // config.n_groups)
+    grouped = xp.reshape(keys, shape)  # (N, groups, E / groups)
     order = xp.argsort(grouped, axis=-1, descending=True, stable=True)[..., : config.group_top]
     group_keys = xp.sum(xp.take_along_axis(grouped, order, axis=-1), axis=-1)  # (N, groups)
     ids = xp.argsort(group_keys, axis=-1, descending=True, stable=True)[:, : config.top_groups]
