@@ -67,7 +67,12 @@ def scattered(whole: dict[str, Any], like: Any, world: World, backend: Backend) 
 
 def _is_sharded(state: Any) -> bool:
     found: list[str] = []
-    tree.map_nodes(lambda path, node: found.append(path) or node, state, ShardedState)
+
+    def of_node(path: str, node: ShardedState) -> ShardedState:
+        found.append(path)
+        return node
+
+    tree.map_nodes(of_node, state, ShardedState)
     return bool(found)  # also if this process has no leaves of it
 
 
