@@ -64,7 +64,7 @@ def test_every_argument_of_every_op(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", OTHERS)
 def test_every_entry_of_trees(kind: str) -> None:
     other, good = {"w": OTHERS[kind](X)}, {"w": X}
-    for name, (init, step, _) in optim.OPTIMISERS.items():
+    for name, (init, step) in optim.OPTIMISERS.items():
         calls: list[Callable[[], Any]] = [
             lambda init=init: init(other),
             lambda init=init, step=step: step(other, good, init(good), lr=0.1),

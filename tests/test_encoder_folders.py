@@ -187,7 +187,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("ModernBert", "Model", {"sliding_window": 8}, "not supported: 'sliding_window'"),
     ("ModernBert", "Model", {"head_dim": 4}, "head_dim must be 6, got 4"),
     ("ModernBert", CLASSES, {"classifier_pooling": "max"}, "classifier_pooling must be one of cls"),
-    ("ModernBert", "Model", {"rope_parameters": {SLIDING: 3}}, "sliding_attention must be an obj"),
+    (
+        "ModernBert",
+        "Model",
+        {"rope_parameters": {SLIDING: 3}},
+        "rope_parameters must be an object for each of full_attention, sliding_attention",
+    ),
     (
         "ModernBert",
         "Model",

@@ -32,6 +32,13 @@ SHAPES = ((1, 1), (3, 24), (2, 5))  # (B, T)
 DATA = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def data_of_one_test() -> None:
+    """Each test draws the same numbers, whatever ran before it."""
+    global DATA
+    DATA = np.random.default_rng(0)
+
+
 def tokens(*shape: int) -> np.ndarray:
     return DATA.integers(1, V, shape)
 

@@ -22,6 +22,13 @@ DATA = np.random.default_rng(0)
 LR = 1e-2
 
 
+@pytest.fixture(autouse=True)
+def data_of_one_test() -> None:
+    """Each test draws the same numbers, whatever ran before it."""
+    global DATA
+    DATA = np.random.default_rng(0)
+
+
 def ids(*shape: int) -> np.ndarray:
     return DATA.integers(1, V, shape)
 

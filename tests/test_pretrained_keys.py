@@ -29,7 +29,12 @@ BOOKKEEPING = {
 }
 # Keys of models of images, which are in the same modeling file.
 OF_IMAGES = {
-    "gemma3_text": {"get_text_config", "image_token_id", "mm_tokens_per_image", "vision_config"}
+    "gemma3_text": {"get_text_config", "image_token_id", "mm_tokens_per_image", "vision_config"},
+    "qwen3_5_text": {
+        *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id"),
+        *("depth", "num_heads", "in_channels", "out_hidden_size", "num_position_embeddings"),
+        *("patch_size", "spatial_merge_size", "temporal_patch_size"),
+    },
 }
 READING = re.compile(r"\bconfig\.([a-z_]+)|getattr\((?:self\.)?config, \"(\w+)\"")
 

@@ -28,7 +28,10 @@ REALS = np.array([[np.nan, -np.inf, 0.0, 1.5], [np.inf, -0.0, 2.0, 3.0]])
 WRITTEN = [name for name in NAMES if name != "shaw"]  # which is not compiled
 PADDED = {*WRITTEN} - {*UNPADDED}
 # Ids of a row's first experts, the bias of one query, the vector of a position beside a token's.
-COPIED = "mixtral", "qwen2_moe", "gpt_oss", "relative bias", "concatenated positions"
+COPIED = (
+    *("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text"),
+    *("relative bias", "concatenated positions"),
+)
 BOOLS = np.array([[True, False, True, True], [False, False, True, False]])
 
 

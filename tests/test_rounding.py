@@ -296,6 +296,8 @@ def test_a_gradient_on_every_library(library: Backend, name: str) -> None:
 
 # Their results follow a choice (buckets, experts) that a rounding of the scores changes.
 CHOOSE = ("lsh_attention", "experts", "LanguageModel: experts")
+# Rows of q and k that are nearly 0 are scaled to length 1; logits that are sums of larger numbers.
+CANCEL = ("LanguageModel: gated DeltaNet", "LanguageModel: discriminator, logits")
 
 
 def relative_error(got: Any, wanted: Any) -> float:
@@ -333,9 +335,10 @@ def test_every_case_in_bfloat16(case: Case) -> None:
     with xf.reference_only():
         y, grads = both(*args)
     low_y, low_grads = xf.rounded(both, "bfloat16")(*args)
-    chooses = case.name.startswith(CHOOSE)
-    assert relative_error(low_y, y) < (0.3 if chooses else 0.02)
-    assert relative_error(low_grads, grads) < (0.3 if chooses else 0.1)
+    limits = (0.3, 0.3) if case.name.startswith(CHOOSE) else (0.02, 0.1)
+    limits = (0.1, 0.3) if case.name in CANCEL else limits
+    assert relative_error(low_y, y) < limits[0]
+    assert relative_error(low_grads, grads) < limits[1]
     assert tree.flatten({"": low_grads}).keys() == tree.flatten({"": grads}).keys()
 
 

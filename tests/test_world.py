@@ -174,7 +174,8 @@ def test_another_launcher_than_that_of_mpi4py(tmp_path: Path) -> None:
 
 def test_info(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.setitem(sys.modules, "cupy", None)
+    for name in ("cupy", *(name for name in sys.modules if name.startswith("cupy."))):
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert "processes, MPI: mpi4py is not installed: pip install 'xformer-array[mpi]'\n" in out

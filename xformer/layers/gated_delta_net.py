@@ -263,7 +263,7 @@ def _batched(x: Array) -> Array:
         raise ValueError(
             f"gated_delta_net: x must be (B, T, D) or (T, D), got shape {tuple(x.shape)}"
         )
-    return x if x.ndim == 3 else array_namespace(x).expand_dims(x, axis=0)
+    return x if x.ndim == 3 else x[None, ...]
 
 
 def _split(x: Array, config: GatedDeltaNetConfig) -> tuple[Array, Array, Array]:

@@ -167,9 +167,10 @@ class ExpertCache(NamedTuple):
         _, _, w_down, _, _, b_down = ws
         hidden, unit = gated_unit("experts", activation)(self.gate, self.up)  # recomputed
         dshared = dy @ w_down.T  # (N, F)
-        dshare = array_namespace(dy).sum(dshared * hidden, axis=1)
+        xp = array_namespace(dy)
+        dshare = xp.sum(dshared * hidden, axis=1)
         if b_down is not None:
-            dshare = dshare + dy @ b_down
+            dshare = dshare + xp.sum(dy * b_down, axis=1)
         share = self.share[:, None]
         return *unit.backward(share * dshared), share * hidden, dshare
 

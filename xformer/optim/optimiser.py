@@ -32,7 +32,6 @@ class Optimiser(NamedTuple):
 
     init: Callable[[Any], Any]  # params -> state
     step: Callable[..., tuple[Any, Any]]  # (params, grads, state, *, lr, donate, **options) -> both
-    rules: tuple[Rule, ...] = ()  # of `grouped`
 
 
 OPTIMISERS: dict[str, Optimiser] = {
@@ -109,16 +108,26 @@ def grouped(*rules: Rule) -> Optimiser:
         parts = _parts(tree.flatten(params), rules)
         return {key: rule.pair.init(part) for key, rule, part in parts}
 
-    def step(
-        params: Any, grads: Any, state: dict[str, Any], *, lr: float, donate: bool = False
+    return Optimiser(init, GroupedStep(rules))
+
+
+@dataclass(frozen=True)
+class GroupedStep:
+    """The step of `grouped`, which `sharded` asks for its rules."""
+
+    rules: tuple[Rule, ...]
+
+    def __call__(
+        self, params: Any, grads: Any, state: dict[str, Any], *, lr: float, donate: bool = False
     ) -> tuple[Any, dict[str, Any]]:
+        """The new params and the state; each rule's optimiser updates its parameters."""
         lr = learning_rate("grouped", lr)
         old = tree.flatten(params)
         named_grads = matching("grouped", old, grads, "the gradient")
-        _require_groups(state, len(rules))
+        _require_groups(state, len(self.rules))
         new: dict[str, Any] = {}
         states: dict[str, Any] = {}
-        for key, rule, part in _parts(old, rules):
+        for key, rule, part in _parts(old, self.rules):
             part_grads = {name: named_grads[name] for name in part}
             options = {"lr": lr * rule.lr, "donate": donate, **rule.options}
             stepped, states[key] = rule.pair.step(part, part_grads, state[key], **options)
@@ -126,8 +135,6 @@ def grouped(*rules: Rule) -> Optimiser:
         if new.keys() != old.keys():
             tree.unflatten(params, new)  # raises, and names the missing leaves
         return rebuilt(params, params, list(old.values()), [new[name] for name in old]), states
-
-    return Optimiser(init, step, rules)
 
 
 def decay_matrices(

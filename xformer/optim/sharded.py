@@ -12,7 +12,7 @@ from array_api_compat import array_namespace, device
 from xformer import tree
 from xformer.optim._checks import matching, require_arrays, require_state
 from xformer.optim.flat import _joined, _parts
-from xformer.optim.optimiser import Optimiser, grouped
+from xformer.optim.optimiser import GroupedStep, Optimiser, grouped
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -43,12 +43,10 @@ def sharded(optimiser: Optimiser, world: World) -> Optimiser:
     """
     if world.size == 1:
         return optimiser
-    if optimiser.rules:
+    if isinstance(optimiser.step, GroupedStep):
+        rules = optimiser.step.rules
         return grouped(
-            *(
-                dataclasses.replace(rule, optimiser=sharded(rule.pair, world))
-                for rule in optimiser.rules
-            )
+            *(dataclasses.replace(rule, optimiser=sharded(rule.pair, world)) for rule in rules)
         )
 
     def init(params: Any) -> ShardedState:
