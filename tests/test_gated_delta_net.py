@@ -151,3 +151,20 @@ def test_bad_arguments() -> None:
         layers.gated_delta_net(x, params, config=CONFIG, mask=np.ones((2, 8), bool))
     with pytest.raises(ValueError, match=re.escape("x must be (B, T, D) or (T, D)")):
         layers.gated_delta_net(x[0, 0], params, config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"causal": False}, "LanguageModel: a gated DeltaNet needs causal = True"),
+        ({"alibi": True}, "LanguageModel: a gated DeltaNet excludes alibi"),
+        (
+            {"relative_bias": layers.RelativeConfig(2)},
+            "LanguageModel: a gated DeltaNet excludes relative_bias",
+        ),
+    ],
+)
+def test_models_that_it_does_not_fit(change: dict[str, Any], message: str) -> None:
+    block = layers.BlockConfig(CONFIG, layers.FeedForwardConfig(16))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LanguageModel(layers.EmbedConfig(11, 12, 12, positions="none"), (block,), **change)

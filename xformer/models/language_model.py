@@ -24,7 +24,7 @@ from xformer.initializers import normal
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.kv_cache import Window, require_rows, truncated
-from xformer.layers.recurrent_state import RecurrentState, empty_cache
+from xformer.layers.recurrent_state import RecurrentState, empty_cache, is_recurrent
 from xformer.layers.rope_by_layer import (
     LayerTables,
     Rotary,
@@ -125,6 +125,7 @@ class LanguageModel:
             )
         require_rotary("LanguageModel", self.rotary, len(self.blocks))
         self._require_xl()
+        self._require_recurrent()
         if self.activation_checkpointing and self.blocks[0].reversible:
             raise ValueError(
                 "LanguageModel: activation_checkpointing excludes reversible blocks, "
@@ -148,6 +149,16 @@ class LanguageModel:
             raise ValueError(
                 'LanguageModel: load_balancing_weight needs experts with score "softmax"'
             )
+
+    def _require_recurrent(self) -> None:
+        """ValueError for recurrent layers in an encoder, or with positions that all layers add."""
+        if not any(map(is_recurrent, self.blocks)):
+            return
+        if not self.causal:
+            raise ValueError("LanguageModel: a gated DeltaNet needs causal = True")
+        for name in ("alibi", "relative_bias"):
+            if getattr(self, name):
+                raise ValueError(f"LanguageModel: a gated DeltaNet excludes {name}")
 
     def _require_xl(self) -> None:
         """ValueError unless layers with attn.xl are all of them, and have no other positions."""
