@@ -34,7 +34,7 @@ from xformer.typing import Array
 # Of the namespace. `__name__` is read by array-api-compat.
 FUNCTIONS = (
     *("__array_namespace_info__", "__name__", "abs", "all", "any", "arange", "argmax", "argsort"),
-    *("asarray", "astype", "bool", "broadcast_to", "concat", "cos", "cumulative_sum", "exp", "eye"),
+    *("asarray", "astype", "broadcast_to", "concat", "cos", "cumulative_sum", "exp", "eye"),
     *(
         "flip",
         "full",
