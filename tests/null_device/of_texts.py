@@ -10,8 +10,9 @@ from null_device.device import counting
 from xformer.generation import samplers
 
 PROMPTS = {"one": [[5, 6, 7]], "two, padded": [[5, 6, 7], [8]]}
-UNCOMPILED = "Shaw"  # one token a call
-UNCAPTURED = {"mixtral": "cuBLAS", "deepseek_v3": "cuBLAS", "shaw": UNCOMPILED}
+UNCOMPILED = {"shaw": "Shaw", "qwen3_5_text": "gated DeltaNet"}  # one token a call
+OF_CUPY = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")
+UNCAPTURED = dict.fromkeys(OF_CUPY, "cuBLAS") | UNCOMPILED
 
 
 def add(name: str, length: str) -> None:
@@ -29,7 +30,7 @@ def add(name: str, length: str) -> None:
     def captured() -> Numbers:
         """Ids are looked at once a call of several tokens."""
         with stand_ins.using("cublaslt"), work.warned() as said:
-            if refused == UNCOMPILED:
+            if name in UNCOMPILED:
                 seen = work.steady(work.Texts(model, prompts, compiled=True), before=4)
             else:
                 seen = work.second_call(model, prompts, work.SHORT)
