@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import runs
+import safetensors.numpy
 
 from xformer import files
-from xformer.training import checkpoint
 
 
 class Events:
@@ -62,7 +62,8 @@ class Events:
         return wrapped
 
     def install(self) -> None:
-        checkpoint.save_file = self.around_saving(checkpoint.save_file)
+        stored = safetensors.numpy
+        stored.save_file = self.around_saving(stored.save_file)
         files._sync = self.around(files._sync)
         for name in ("replace", "fsync"):
             setattr(os, name, self.around(getattr(os, name)))

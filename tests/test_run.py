@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
+import safetensors.numpy
 from hostile import files_of_at_most
 from runs import NUMPY, begun, opened, rows, trained
 
@@ -510,7 +511,7 @@ def half(arrays: Any, path: Path, **_: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "name", "instead"),
     [
-        (training.checkpoint, "save_file", half),
+        (safetensors.numpy, "save_file", half),
         (run, "write_state", full),
         (xf.files, "_sync", full),
         (os, "replace", full),

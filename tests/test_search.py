@@ -262,7 +262,7 @@ def test_an_interrupted_write_leaves_the_old_index(
         part.write_bytes(b"half")
         raise SafetensorError("no space left")
 
-    monkeypatch.setattr("xformer.training.checkpoint.save_file", full)
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
     with pytest.raises(OSError, match="index cannot be written: no space left"):
         write_index(index, path)
     assert path.read_bytes() == before

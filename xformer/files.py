@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @contextmanager
@@ -82,3 +87,22 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_arrays(
+    arrays: Mapping[str, np.ndarray], part: Path, target: Path, metadata: dict[str, str]
+) -> None:
+    """Write a safetensors file at `part`, which becomes `target`. OSError if that fails.
+
+    It gets the permissions of other new files; safetensors gives access only to the owner.
+    """
+    import safetensors
+    from safetensors.numpy import save_file
+
+    part.touch()
+    mode = part.stat().st_mode
+    try:
+        save_file(dict(arrays), part, metadata=metadata)
+    except safetensors.SafetensorError as error:  # its error for a full disk
+        raise OSError(f"{target} cannot be written: {error}") from error
+    part.chmod(stat.S_IMODE(mode))

@@ -13,8 +13,7 @@ import safetensors
 
 import xformer
 from xformer.arrays.onnx import Array, Graph, Node, NotExported, Size
-from xformer.files import replacing
-from xformer.training.checkpoint import write_arrays
+from xformer.files import replacing, write_arrays
 
 OPSET, IR_VERSION = 18, 8  # ONNX Runtime reads them since 1.14
 EXTERNAL = 1 << 30  # bytes of weights from which they are in a file of their own; ONNX has 2^31

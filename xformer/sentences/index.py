@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.checks import near_path
-from xformer.files import replacing
+from xformer.files import replacing, write_arrays
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, parse_json
 
@@ -84,8 +84,6 @@ def read_index(path: str | os.PathLike[str]) -> Index:
 
 def write_index(index: Index, path: str | os.PathLike[str]) -> None:
     """Write an index to a file. An interrupted write leaves the old file. OSError if it fails."""
-    from xformer.training.checkpoint import write_arrays  # it takes long to import
-
     description = {
         "files": {name: list(stamp) for name, stamp in index.files.items()},
         "model": {name: list(stamp) for name, stamp in index.model.items()},

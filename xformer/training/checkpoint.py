@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import safetensors
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from xformer import backends, models, renamed, tree
-from xformer.files import replacing
+from xformer.files import replacing, write_arrays
 from xformer.initializers import Shapes
 from xformer.models.language_model import LanguageModelParams
 from xformer.training.storable import on_host, require_storable
@@ -63,22 +62,6 @@ def save(
     with replacing(target / WEIGHTS, target / CONFIG) as (weights, text):
         write_arrays(arrays, weights, target / WEIGHTS, {"xformer": json.dumps(config)})
         text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def write_arrays(
-    arrays: Mapping[str, np.ndarray], part: Path, target: Path, metadata: dict[str, str]
-) -> None:
-    """Write a safetensors file at `part`, which becomes `target`. OSError if that fails.
-
-    It gets the permissions of other new files; safetensors gives access only to the owner.
-    """
-    part.touch()
-    mode = part.stat().st_mode
-    try:
-        save_file(dict(arrays), part, metadata=metadata)
-    except safetensors.SafetensorError as error:  # its error for a full disk
-        raise OSError(f"{target} cannot be written: {error}") from error
-    part.chmod(stat.S_IMODE(mode))
 
 
 def load(

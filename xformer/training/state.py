@@ -18,10 +18,10 @@ import safetensors
 
 from xformer import renamed, tree
 from xformer.backends import Backend
-from xformer.files import replacing
+from xformer.files import replacing, write_arrays
 from xformer.optim import LossScale
 from xformer.showing import short
-from xformer.training.checkpoint import CheckpointError, write_arrays
+from xformer.training.checkpoint import CheckpointError
 from xformer.training.storable import on_host, require_storable, stored_dtype_name
 
 FORMAT = "xformer-state-1"
