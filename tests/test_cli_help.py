@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from xformer.cli import COMMANDS, command_parser, main
+from xformer.cli import main
+from xformer.cli.command_line import COMMANDS, command_parser
 from xformer.cli.train_options import PRESETS
 from xformer.models import GPT
 from xformer.summary import summary
 
-NAMES = [module.__name__.rpartition(".")[2].replace("_", "-") for module in COMMANDS]
+NAMES = tuple(COMMANDS)
 
 
 def printed(argv: list[str], capsys: pytest.CaptureFixture[str], status: int = 0) -> str:

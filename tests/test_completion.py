@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from xformer.cli import COMMANDS, command_parser, main
+from xformer.cli import main
+from xformer.cli.command_line import COMMANDS, command_parser
 
 ASK = """
 source {script}
@@ -72,7 +73,7 @@ def test_what_bash_offers(script: Path, words: tuple[str, ...], offered: list[st
 
 
 def test_bash_offers_every_command_and_option(script: Path) -> None:
-    names = [module.__name__.rpartition(".")[2].replace("_", "-") for module in COMMANDS]
+    names = list(COMMANDS)
     assert completed(script, "") == names
     _, commands = command_parser()
     for name, parser in commands.items():

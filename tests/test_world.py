@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from processes import SHAPES, term
 
-from xformer.cli import TOGETHER, command_parser, main
+from xformer.cli import main
+from xformer.cli.command_line import COMMANDS, TOGETHER
+from xformer.launcher import SIZES
+from xformer.launcher import launched as n_launched
 from xformer.pairwise import PairwiseSum
-from xformer.world import SIZES, Alone, World
-from xformer.world import launched as n_launched
+from xformer.world import Alone, World
 from xformer.world import world as found_world
 
 
@@ -124,7 +126,7 @@ def test_the_launcher_nearest_to_the_process_counts(
         assert n_launched() == int(size)
 
 
-@pytest.mark.parametrize("command", sorted(set(command_parser()[1]) - {*TOGETHER, "info"}))
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {*TOGETHER, "info"}))
 def test_other_commands_run_in_one_process(
     command: str,
     alone: None,

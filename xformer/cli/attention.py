@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.cli.models import LoadedModel, opened, start_id
+from xformer.cli.parser import Parser
 from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
@@ -35,11 +36,8 @@ class Read(NamedTuple):
     written: list[int]  # for an encoder-decoder: the token that follows each of `target`
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer attention`."""
-    parser = subparsers.add_parser(
-        "attention", help="draw the attention weights of each head of a layer"
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer attention`."""
     add = parser.add_argument
     add("text", help="the text; for an encoder-decoder, the source text")
     add("--model", metavar="PATH", type=nonempty, required=True, help=MODEL)
@@ -52,7 +50,6 @@ def add_parser(subparsers: Any) -> None:
     add("--device", help=DEVICE)
     add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
     add_out(parser, "attention.png")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,23 +10,19 @@ import numpy as np
 
 from xformer.cli.embed import numbers
 from xformer.cli.models import opened
+from xformer.cli.parser import Parser
 from xformer.cli.texts import add_options, shown, texts_of, watched
 from xformer.sentences import classify, labels
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer classify`."""
-    parser = subparsers.add_parser(
-        "classify",
-        help="classify texts",
-        description="Print the class probabilities of each text.",
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer classify`."""
+    parser.description = "Print the class probabilities of each text."
     add_options(parser)
     pairs = "each text is a pair of texts with a tab between them"
     parser.add_argument("--pairs", action="store_true", help=pairs)
     top = "print the N most likely classes (default: 5)"
     parser.add_argument("--top", type=int, default=5, metavar="N", help=top)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

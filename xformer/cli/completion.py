@@ -21,13 +21,10 @@ Make the folder first if it is missing. zsh also needs this line in ~/.zshrc,
 before compinit: fpath+=~/.zfunc"""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer completion`."""
-    parser = subparsers.add_parser(
-        "completion", help="print a script for completion by the Tab key", description=ABOUT
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer completion`."""
+    parser.description = ABOUT
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise ImportError(
             "shtab is not installed: pip install 'xformer-array[completion]'"
         ) from error
-    from xformer.cli import command_parser  # which imports this module
+    from xformer.cli.command_line import command_parser  # which imports this module
 
     parser, commands = command_parser()
     _complete_paths(parser, shtab.FILE)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer.checks import did_you_mean
 from xformer.files import replacing
 
 CONFIG = "config.toml"
@@ -81,8 +80,10 @@ def use(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> 
         if isinstance(value, dict):
             raise ValueError(f"{path}: options must not be in tables, got [{name}]")
         if option not in actions or option == OPTION:
+            from xformer.checks import did_you_mean
+
             known = (known.removeprefix("--") for known in actions if known != OPTION)
-            near = _other(read, path, parsers) or did_you_mean(name, known)
+            near = _other(read, path) or did_you_mean(name, known)
             raise ValueError(f"{path}: {name} is no option of xformer {argv[0]}{near}")
         action = actions[option]
         action.required = False
@@ -93,11 +94,11 @@ def use(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> 
     return ConfigFile(path, read)
 
 
-def _other(
-    read: Mapping[str, Any], path: Path, parsers: Mapping[str, argparse.ArgumentParser]
-) -> str:
+def _other(read: Mapping[str, Any], path: Path) -> str:
     """The end of a message: the command whose options are in the file, if it is another's."""
-    for command, parser in parsers.items():
+    from xformer.cli.command_line import command_parser  # which imports this module
+
+    for command, parser in command_parser()[1].items():
         actions = _actions(parser)
         if OPTION in actions and all(f"--{name}" in actions for name in read):
             way = f"xformer {command} {OPTION} {shlex.quote(str(path))}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from xformer.cli.models import opened
+from xformer.cli.parser import Parser
 from xformer.cli.texts import add_options, shown, texts_of, watched
 from xformer.sentences import embed, settings, similarity
 from xformer.sentences.embed import POOLINGS
@@ -17,13 +17,9 @@ from xformer.sentences.embed import POOLINGS
 MOST = 20  # texts in a table
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer embed`."""
-    parser = subparsers.add_parser(
-        "embed",
-        help="compare texts by their embeddings",
-        description="Print the cosine similarities of texts, or their embeddings with --json.",
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer embed`."""
+    parser.description = "Print the cosine similarities of texts, or their embeddings with --json."
     add_options(parser)
     what = f"{', '.join(POOLINGS)} (default: the model's setting)"
     parser.add_argument("--pooling", choices=POOLINGS, metavar="NAME", help=what)
@@ -35,7 +31,6 @@ def add_parser(subparsers: Any) -> None:
     add_prompts(parser)
     what = "cut embeddings to N numbers, before they are scaled"
     parser.add_argument("--truncate-dim", type=int, metavar="N", help=what)
-    parser.set_defaults(run=run)
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:

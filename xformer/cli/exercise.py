@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from xformer import backends
 from xformer.cli.models import enable_float64
+from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.exercises import EXERCISES, Exercise, get, grade, load
 
@@ -20,11 +20,9 @@ ABOUT = (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer exercise`."""
-    parser = subparsers.add_parser(
-        "exercise", help="write and grade the exercises of the lectures", description=ABOUT
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer exercise`."""
+    parser.description = ABOUT
     parser.add_argument("name", nargs="?", metavar="NAME", help="an exercise (default: list all)")
     what = parser.add_mutually_exclusive_group()
     out = "write the exercise to this file (default: NAME.py); an existing file is kept"
@@ -33,7 +31,6 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--check", nargs="?", const=True, metavar="FILE", type=nonempty, help=check)
     solution = "print where our own implementation and its derivation are"
     what.add_argument("--solution", action="store_true", help=solution)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from xformer import backends, export, pretrained, tree
 from xformer.cli.models import is_own
+from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.cli.progress import progress
 from xformer.optim import OPTIMISERS
@@ -22,13 +23,9 @@ OF_EMBEDDINGS = ("pooling", "normalize")
 OF_STEPS = ("optimiser", "clip", "weight_decay", "dropout_seed")
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer export`."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write a model as an ONNX file",
-        description="Write a model, or a training step of it, as an ONNX file.",
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer export`."""
+    parser.description = "Write a model, or a training step of it, as an ONNX file."
     add = parser.add_argument
     add("--model", metavar="PATH", type=nonempty, required=True, help=MODEL)
     add("--out", metavar="FILE", type=nonempty, required=True, help="the file, NAME.onnx")
@@ -55,7 +52,6 @@ def add_parser(subparsers: Any) -> None:
     add("--clip", type=float, metavar="NORM", help="default: 1; 0: no clipping")
     add("--weight-decay", type=float, metavar="X", help="default: the optimiser's")
     add("--dropout-seed", type=int, metavar="N", help="default: no dropout")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

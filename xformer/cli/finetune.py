@@ -16,6 +16,7 @@ from xformer import backends, finetune, training, tree
 from xformer.backends import Backend
 from xformer.cli import config_file, finetune_options
 from xformer.cli.models import is_own, kernels_of, opened
+from xformer.cli.parser import Parser
 from xformer.cli.progress import Bar, each
 from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
 from xformer.cli.texts import watched
@@ -70,15 +71,10 @@ class Best(NamedTuple):
     step: int
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer finetune`."""
-    parser = subparsers.add_parser(
-        "finetune",
-        help="fine-tune a pretrained model, all parameters or LoRA adapters",
-        description=f"Fields of a .jsonl file that each task reads:\n{_fields()}",
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer finetune`."""
+    parser.description = f"Fields of a .jsonl file that each task reads:\n{_fields()}"
     finetune_options.add_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from xformer import backends
 from xformer.checks import require_id, require_sizes
 from xformer.cli.models import LoadedModel, opened, start_id
 from xformer.cli.output import is_lost, visible
+from xformer.cli.parser import Parser
 from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.sampling import TEMPERATURE, Choice, announce, choice
 from xformer.generation import PrefilledPrompt, beam_search, decoded, prefill, stream, until
@@ -29,13 +30,11 @@ from xformer.shapes import STORED
 MAX_NEW = 300
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer generate`."""
-    parser = subparsers.add_parser(
-        "generate",
-        help="continue a prompt",
-        description="The model's generation_config.json overrides the defaults below. Its values "
-        "that are used are printed on stderr.",
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer generate`."""
+    parser.description = (
+        "The model's generation_config.json overrides the defaults below. Its values that are "
+        "used are printed on stderr."
     )
     add = parser.add_argument
     add(
@@ -86,7 +85,6 @@ def add_parser(subparsers: Any) -> None:
     add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
     stored = "storage dtype of weights and KV cache, on backend cupy"
     add("--precision", choices=STORED, help=stored)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from xformer.backends import Backend
 from xformer.catalogue import Case, cases
 from xformer.cli import gradcheck_arrays, gradcheck_digits
 from xformer.cli.models import kernels_of
+from xformer.cli.parser import Parser
 from xformer.cli.progress import each
 from xformer.gradcheck import Report, Row
 
@@ -30,9 +31,8 @@ REFERENCE = "reference"
 IN_FLOAT32 = ("numba", "mkl")  # no compiled kernels for float64, which runs on NumPy
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer gradcheck`."""
-    parser = subparsers.add_parser("gradcheck", help="check every gradient")
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer gradcheck`."""
     parser.add_argument(
         "--backend",
         nargs="+",
@@ -62,7 +62,6 @@ def add_parser(subparsers: Any) -> None:
         "array_api_strict, and compare with NumPy",
     )
     parser.add_argument("--verbose", action="store_true", help="show one row for each case")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

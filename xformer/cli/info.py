@@ -9,17 +9,15 @@ from __future__ import annotations
 import argparse
 import platform
 import warnings
-from typing import Any
 
 import xformer
 from xformer import backends
+from xformer.cli.parser import Parser
 from xformer.world import INSTALL
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer info`."""
-    parser = subparsers.add_parser("info", help="show the backends that work here")
-    parser.set_defaults(run=run)
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer info`."""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.cli.summary import Row, inspected, table
 from xformer.ledger import Ledger, ledger, measured_peak
@@ -28,13 +29,9 @@ ABOUT = (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer memory`."""
-    parser = subparsers.add_parser(
-        "memory",
-        help="show the memory of a training step, computed and measured",
-        description=ABOUT,
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer memory`."""
+    parser.description = ABOUT
     add = parser.add_argument
     add(
         "--model",
@@ -55,7 +52,6 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--measure", action="store_true", help="also train for a few steps on NumPy and measure")
     add("--json", action="store_true", help="print one JSON object, for programs")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -72,6 +72,18 @@ def visible(text: str) -> str:
     return text.translate(CONTROLS) if sys.stdout.isatty() else text
 
 
+def end(message: str) -> None:
+    """Print an error on stderr, and end the other processes of this command if there are any.
+
+    There are none before `xformer.world` is imported.
+    """
+    world = sys.modules.get("xformer.world")
+    if world is None:
+        print(message, file=sys.stderr)
+    else:
+        world.end_all(message)
+
+
 def is_lost() -> bool:
     """Whether standard output has failed, so that printing is useless."""
     return isinstance(sys.stdout, Output) and sys.stdout.lost is not None

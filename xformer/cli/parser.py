@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from xformer.checks import did_you_mean
-from xformer.world import end_all
+from xformer.cli.output import end
 
 
 class Help(argparse.HelpFormatter):
@@ -32,6 +31,8 @@ class Parser(argparse.ArgumentParser):
         """
         values, unknown = super().parse_known_args(args, namespace)
         if unknown and not self._appended(values, unknown):
+            from xformer.checks import did_you_mean
+
             options = (word.partition("=")[0] for word in unknown if word.startswith("-"))
             near = (did_you_mean(name, self._option_string_actions) for name in options)
             self.error(f"unrecognized: {' '.join(unknown)}{next(filter(None, near), '')}")
@@ -55,6 +56,8 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
+            from xformer.checks import did_you_mean
+
             known = tuple(action.choices)
             near = did_you_mean(value, known)
             message = f"must be one of {', '.join(known)}, got {value!r}{near}"
@@ -62,7 +65,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error and the command that shows the help, and leave with status 2."""
-        end_all(f"{self.prog}: error: {message}\nfor help: {self.prog} --help")
+        end(f"{self.prog}: error: {message}\nfor help: {self.prog} --help")
         raise SystemExit(2)
 
     def format_help(self) -> str:

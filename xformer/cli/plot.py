@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
+from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.cli.progress import each
 from xformer.plots.curves import AXES, training_curves
@@ -12,9 +12,8 @@ from xformer.plots.log import Log, read_log
 from xformer.plots.style import require_drawable, save
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer plot`."""
-    parser = subparsers.add_parser("plot", help="draw the curves of training runs")
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer plot`."""
     parser.add_argument(
         "runs",
         nargs="+",
@@ -24,7 +23,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--x", default="step", choices=AXES, help="the x axis (default: step)")
     add_out(parser, "curves.png")
-    parser.set_defaults(run=run)
 
 
 def add_out(parser: argparse.ArgumentParser, default: str) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import Any
 
+from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.cli.progress import progress
 from xformer.showing import size
 from xformer.training import Corpus, named_vocabulary, prepare
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer prepare`."""
-    parser = subparsers.add_parser("prepare", help="tokenise text into a folder, to train on")
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer prepare`."""
     add = parser.add_argument
     what = "a UTF-8 file, a folder of UTF-8 files, or a .jsonl file"
     add("text", metavar="TEXT", type=nonempty, help=what)
@@ -28,7 +27,6 @@ def add_parser(subparsers: Any) -> None:
     add("--field", default="text", help="field of the .jsonl objects to read (default: text)")
     most = "fraction of the documents, or of a single one, that is held out (default: 0.1)"
     add("--validation-fraction", type=float, default=0.1, help=most)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from xformer.cli.models import opened
+from xformer.cli.parser import Parser
 from xformer.cli.texts import add_options, shown, texts_of, watched
 from xformer.sentences import rank, rank_settings
 from xformer.sentences.rank_settings import ACTIVATIONS
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer rank`."""
-    parser = subparsers.add_parser(
-        "rank",
-        help="rank texts by a query",
-        description="Print the scores of texts for a query, by a cross-encoder, the best first.",
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer rank`."""
+    parser.description = (
+        "Print the scores of texts for a query, by a cross-encoder, the best first."
     )
     parser.add_argument("query", help="a question or other text that the texts are compared with")
     add_options(parser)
     parser.add_argument("--top", type=int, metavar="N", help="print the N best (default: all)")
     how = "of the score (default: the model's setting)"
     parser.add_argument("--activation", choices=ACTIVATIONS, help=how)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

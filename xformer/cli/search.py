@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer.cli.models import opened
+from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.cli.progress import progress
 from xformer.cli.texts import add_options, shown, texts_of, watched
@@ -35,13 +36,9 @@ in meaning to a query. An index of the folder is stored in one file, so only
 new and changed files are embedded by the next search."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer search`."""
-    parser = subparsers.add_parser(
-        "search",
-        help="find passages in the texts of a folder by their meaning",
-        description=ABOUT,
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer search`."""
+    parser.description = ABOUT
     add = parser.add_argument
     add("folder", type=nonempty, help="the folder of texts; subfolders are searched too")
     add_options(parser, "query", "passage")
@@ -54,7 +51,6 @@ def add_parser(subparsers: Any) -> None:
     what = "the same before each passage (default: document, passage or corpus)"
     add("--passage-prompt", metavar="NAME", help=what)
     add("--truncate-dim", type=int, metavar="N", help="cut vectors to N numbers")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from xformer.cli.parser import Parser
 from xformer.cli.plot import add_out
 from xformer.plots.flow import KINDS, at_initialisation, flow_picture
 from xformer.plots.style import require_drawable, save
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer signal-flow`."""
-    parser = subparsers.add_parser(
-        "signal-flow",
-        help="draw the sizes of activations and gradients, layer by layer",
-        description="Compare decoders with random weights, by depth and norm placement.",
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer signal-flow`."""
+    parser.description = "Compare decoders with random weights, by depth and norm placement."
     add = parser.add_argument
     depths = (3, 6, 12, 24)
     what = f"layers of each model (default: {' '.join(map(str, depths))})"
@@ -28,7 +25,6 @@ def add_parser(subparsers: Any) -> None:
     add("--norms", **norms, default=("pre", "post"), help=f"{kinds} (default: pre post)")
     add("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     add_out(parser, "flow.png")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

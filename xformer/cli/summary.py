@@ -11,6 +11,7 @@ from typing import Any
 
 from xformer import pretrained
 from xformer.cli.models import is_own
+from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.measure import blocks_of
@@ -25,11 +26,8 @@ WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes a number
 Row = tuple[str, ...]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer summary`."""
-    parser = subparsers.add_parser(
-        "summary", help="show a model's layers, parameters, memory and FLOPs"
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer summary`."""
     parser.add_argument(
         "--model",
         metavar="PATH",
@@ -43,7 +41,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", default="float32", choices=FLOATING, help="default: float32")
     parser.add_argument("--verbose", action="store_true", help="show the name of every parameter")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from xformer.cli.models import opened
+from xformer.cli.parser import Parser
 from xformer.cli.texts import add_options, shown, texts_of, watched
 from xformer.sentences import tag
 from xformer.sentences.tag import AGGREGATIONS
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer tag`."""
-    parser = subparsers.add_parser(
-        "tag",
-        help="label parts of texts, such as names",
-        description="Print the labelled parts of each text, such as names of persons and places.",
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer tag`."""
+    parser.description = (
+        "Print the labelled parts of each text, such as names of persons and places."
     )
     add_options(parser)
     what = f"how tokens become parts: {', '.join(AGGREGATIONS)} (default: simple)"
@@ -26,7 +24,6 @@ def add_parser(subparsers: Any) -> None:
     )
     what = "read long texts in windows, each with N tokens of the one before, instead of cutting"
     parser.add_argument("--stride", type=int, metavar="N", help=what)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from xformer import backends
 from xformer.checks import require_one_of, require_sizes
 from xformer.cli.models import LoadedModel, enable_float64, opened, start_id
+from xformer.cli.parser import Parser
 from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.texts import shown
 from xformer.cli.train_options import PRESETS
@@ -35,13 +36,9 @@ ABOUT = (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer trace`."""
-    parser = subparsers.add_parser(
-        "trace",
-        help="show each op of a training step, forward and backward",
-        description=ABOUT,
-    )
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer trace`."""
+    parser.description = ABOUT
     which = parser.add_mutually_exclusive_group()
     sizes = "sizes of the GPT, see xformer train --help (default: tiny)"
     which.add_argument("--preset", choices=PRESETS, help=sizes)
@@ -60,7 +57,6 @@ def add_parser(subparsers: Any) -> None:
     add("--device", help=DEVICE)
     add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
     add("--json", action="store_true", help="print one JSON object, for programs")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from xformer import tree
 from xformer.cli import config_file, train_from, train_options
 from xformer.cli.generate import write
 from xformer.cli.models import kernels_of, opened
+from xformer.cli.parser import Parser
 from xformer.cli.progress import EVERY, WIDTH, Bar
 from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
 from xformer.cli.together import description, optimiser_of, together
@@ -42,11 +43,9 @@ WRAPPED: Any = {
 STOPPING = "\nstopping after this step; press Ctrl-C again to stop at once\n"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `xformer train`."""
-    parser = subparsers.add_parser("train", help="train a GPT on text")
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `xformer train`."""
     train_options.add_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.base import INSTALL_CUDA
+from xformer.launcher import by_mpi
 from xformer.typing import Array
-from xformer.world import by_mpi
 from xformer.world import world as found_world
 from xformer.world.base import World, on_host
 from xformer.world.heads import described, head

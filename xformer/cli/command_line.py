@@ -1,0 +1,134 @@
+"""Run one command of `xformer`.
+
+Each command is one module with two functions: `add_arguments(parser)` adds its options, and
+`run(args)` returns the exit status. Only the module of the command that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import xformer
+from xformer.cli import config_file
+from xformer.cli.output import end, printing
+from xformer.cli.parser import Parser
+from xformer.launcher import launched
+from xformer.renamed import command_line
+
+COMMANDS = {  # name -> what it does
+    "prepare": "tokenise text into a folder, to train on",
+    "train": "train a GPT on text",
+    "plot": "draw the curves of training runs",
+    "generate": "continue a prompt",
+    "embed": "compare texts by their embeddings",
+    "classify": "classify texts",
+    "tag": "label parts of texts, such as names",
+    "rank": "rank texts by a query",
+    "search": "find passages in the texts of a folder by their meaning",
+    "finetune": "fine-tune a pretrained model, all parameters or LoRA adapters",
+    "export": "write a model as an ONNX file",
+    "attention": "draw the attention weights of each head of a layer",
+    "signal-flow": "draw the sizes of activations and gradients, layer by layer",
+    "trace": "show each op of a training step, forward and backward",
+    "exercise": "write and grade the exercises of the lectures",
+    "gradcheck": "check every gradient",
+    "summary": "show a model's layers, parameters, memory and FLOPs",
+    "memory": "show the memory of a training step, computed and measured",
+    "info": "show the backends that work here",
+    "completion": "print a script for completion by the Tab key",
+}
+TOGETHER = ("train", "finetune")  # commands that several processes run together
+DESCRIPTION = "The transformer, forward and backward, on any array library."
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """As `xformer.cli.main`, which catches Ctrl-C during the imports too."""
+    with printing() as out:
+        status = _run(argv)
+        out.flush()
+        if out.lost is not None and not isinstance(out.lost, BrokenPipeError):
+            why = out.lost.strerror
+            print(f"xformer: error: standard output cannot be written: {why}", file=sys.stderr)
+            status = status or 1
+    return status
+
+
+def command_parser(asked: Collection[str] = tuple(COMMANDS)) -> tuple[Parser, Mapping[str, Parser]]:
+    """The parser of the command line, and the parsers of the commands by name.
+
+    asked: the commands that get their options, for which their modules are imported
+    """
+    parser = Parser(prog="xformer", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"xformer {xformer.__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, what in COMMANDS.items():
+        command = subparsers.add_parser(name, help=what)
+        if name in asked:
+            module = importlib.import_module(f"xformer.cli.{name.replace('-', '_')}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser, subparsers.choices
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    usual, warnings.formatwarning = warnings.formatwarning, _one_line
+    file: config_file.ConfigFile | None = None
+    try:
+        words = command_line(sys.argv[1:] if argv is None else argv)
+        _meet(words)
+        parser, commands = command_parser([word for word in words if word in COMMANDS][:1])
+        file = config_file.use(words, commands)
+        args = parser.parse_args(words)
+        with _kernels_of(args):
+            status: int = args.run(args)
+    except (ValueError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:
+        if file is not None and isinstance(error, ValueError):
+            error.add_note(file.note(error, args))
+        notes = getattr(error, "__notes__", [])  # for example, the last good checkpoint
+        end(f"xformer: error: {'; '.join([str(error), *notes])}")
+        return 1
+    except KeyboardInterrupt:
+        end("xformer: interrupted")
+        return 130
+    except Exception:  # a mistake of ours: with other processes, end them too
+        if launched() > 1:
+            end(traceback.format_exc())
+        raise
+    finally:
+        warnings.formatwarning = usual
+    return status
+
+
+def _kernels_of(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """A context with the kernels of --backend, if the command has this option."""
+    backend = getattr(args, "backend", None)
+    if backend is None:
+        return nullcontext()
+    from xformer.cli.models import kernels_of  # after parsing: this import takes long
+
+    return kernels_of(backend)
+
+
+def _meet(words: Sequence[str]) -> None:
+    """Find the processes that were started together, so that an error in one of them ends all.
+
+    ValueError for a command that runs in one process: several would write the same files.
+    """
+    n, command = launched(), words[0] if words else ""
+    if n > 1 and command in TOGETHER:
+        from xformer.world import world
+
+        world()
+    elif n > 1 and command in COMMANDS and command != "info":
+        raise ValueError(f"xformer {command} runs in one process, and {n} were started together")
+
+
+def _one_line(message: Warning | str, *_: Any, **__: Any) -> str:
+    return f"xformer: warning: {message}\n"
