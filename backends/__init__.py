@@ -15,12 +15,10 @@ if __name__ == "backends":  # possible if the checkout is on sys.path
 import importlib
 import sys
 from types import ModuleType
-from typing import Any
 
 from xformer.backends.base import INSTALL_CUDA, Backend, Generator, Memory, Unusable
 from xformer.checks import require_one_of
 from xformer.dispatch import chosen_kernels, library_of, package_of, plugins
-from xformer.renamed import new_name
 from xformer.typing import Array
 
 NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict", "numba", "mkl")
@@ -50,10 +48,6 @@ __all__ = [
     "require_kernels",
     "unavailable_reason",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    return globals()[new_name(__name__, name)]
 
 
 def get(name: str = "numpy", device: str | None = None) -> Backend:

@@ -275,7 +275,7 @@ def test_a_text_slides_past_the_context() -> None:
     """Each token then comes after the last max_len tokens alone, as a forward pass gives it."""
     for prompt in ([3, 1], [0, 1, 2, 3, 4, 5, 6]):
         tokens = list(prompt)
-        for token in sample(GPT, PARAMS, prompt, backend=NUMPY, max_new_tokens=12, temperature=0):
+        for token in sample(GPT, PARAMS, prompt, max_new_tokens=12, temperature=0):
             assert token == int(np.argmax(last_logits(tokens)))
             tokens.append(token)
         assert len(tokens) == len(prompt) + 12

@@ -306,26 +306,6 @@ def test_train_resume_and_memory(
     assert main(["memory", "--model", "run", "--activation-checkpointing"]) == 1
 
 
-def test_a_run_without_it_is_described_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run of an earlier version, whose notes have no such option, can be resumed."""
-    monkeypatch.chdir(tmp_path)
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
-    sizes = ["--layers", "1", "--d-model", "8", "--heads", "2", "--max-len", "8"]
-    command = ["train", "--data", str(text), *sizes, "--batch", "4", "--steps", "3"]
-    assert main([*command, "--out", "run"]) == 0
-    content = json.loads(Path("run/run.json").read_text())
-    assert "reversible" not in content["about"]["model"]
-    del content["notes"]["reversible"]
-    Path("run/run.json").write_text(json.dumps(content))
-    assert main(["train", "--resume", "run", "--steps", "5"]) == 0
-    capsys.readouterr()
-    assert main(["train", "--resume", "run", "--reversible"]) == 1
-    assert "--reversible: the run in run has False, got True" in capsys.readouterr().err
-
-
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "reformer.md").read_text("utf-8")
 
 

@@ -640,21 +640,6 @@ def test_checkpoints_have_only_what_is_trained(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_checkpoints_that_have_frozen_parameters_too_go_on(tmp_path: Path) -> None:
-    """As earlier versions wrote them: their frozen parameters are used."""
-    start, other = (
-        training.start(xf.tree.freeze(runs.MODEL.init(seed), "embed.*"), runs.CONFIG)
-        for seed in (0, 1)
-    )
-    whole = list(runs.steps(start))
-    with opened(tmp_path) as found:
-        training.write_state(path_of(tmp_path, 6), whole[5].state, NUMPY, found.about)
-    with opened(tmp_path) as found:
-        steps = list(found.record(runs.steps(found.begin(other))))
-    assert [step.loss for step in steps] == [step.loss for step in whole[6:]]
-    assert thawed(steps[-1].state) == thawed(whole[-1].state)
-
-
 def test_no_process_saves_a_resumed_state_again(tmp_path: Path) -> None:
     """One that does would wait for the others for ever."""
 

@@ -108,7 +108,6 @@ class Overridable(Generic[P, R]):
         self.kernels: dict[str, list[Kernel]] = {}
         self._imported: set[str] = set()  # libraries whose kernels were imported, if any
         self._check: Callable[..., None] | None = getattr(reference, "check", None)
-        self._rename: Callable[..., None] | None = getattr(reference, "rename", None)
 
     def __get__(self, instance: Any, owner: Any = None) -> Overridable[P, R]:
         """The op itself. This method makes `help` show the op's signature instead of the class."""
@@ -116,8 +115,6 @@ class Overridable(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the op."""
-        if kwargs and self._rename is not None:
-            self._rename(kwargs)
         if self._check is not None:
             self._check(args, kwargs, self)
         kind = type(args[0]) if args else list
@@ -459,8 +456,6 @@ def saved(cache: Any) -> Any:
 
 def explain(op: Overridable[..., Any], *args: Any, **kwargs: Any) -> str:
     """A text: which implementation of `op` these arguments would run, and why others would not."""
-    if op._rename is not None:
-        op._rename(kwargs)
     library = op._library(args, kwargs)
     asked, lines, chosen = op.asked(library), [], None
     for candidate in asked:

@@ -32,9 +32,7 @@ class _Package(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._file_of:
-            from xformer.renamed import new_name
-
-            return getattr(self, new_name(self.__name__, name))
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         file = importlib.import_module(f"{self.__name__}.{self._file_of[name]}")
         value = _in(file, name) if name == self._file_of[name] else getattr(file, name)
         vars(self)[name] = value

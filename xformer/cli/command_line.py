@@ -20,7 +20,6 @@ from xformer.cli import config_file
 from xformer.cli.output import end, printing
 from xformer.cli.parser import Parser
 from xformer.launcher import launched
-from xformer.renamed import command_line
 
 COMMANDS = {  # name -> what it does
     "prepare": "tokenise text into a folder, to train on",
@@ -81,7 +80,7 @@ def _run(argv: Sequence[str] | None) -> int:
     usual, warnings.formatwarning = warnings.formatwarning, _one_line
     file: config_file.ConfigFile | None = None
     try:
-        words = command_line(sys.argv[1:] if argv is None else argv)
+        words = sys.argv[1:] if argv is None else list(argv)
         _meet(words)
         parser, commands = command_parser([word for word in words if word in COMMANDS][:1])
         file = config_file.use(words, commands)

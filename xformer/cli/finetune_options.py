@@ -68,7 +68,6 @@ OPTIONS = Stored(
         *("model", "data", "tokenizer", "backend", "device"),
         *("shard_optimiser", "checkpoint_every", "keep_checkpoints"),
     ),
-    added=("shard_optimiser",),
 )
 
 

@@ -16,7 +16,6 @@ from xformer.checks import near_path
 from xformer.cli.paths import nonempty
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.config import Config
-from xformer.renamed import fields
 from xformer.training import State, TrainConfig
 from xformer.training.config import NOAM, SCHEDULES
 from xformer.training.loop import is_stale
@@ -116,7 +115,6 @@ class Stored(NamedTuple):
     types: Mapping[str, type]  # of the options whose default is None
     choices: Mapping[str, Sequence[str]]
     free: Sequence[str]  # may differ when a run is resumed: they do not change what is computed
-    added: Sequence[str] = ()  # options that older runs do not store; these used the default
 
     def resumed(self, args: argparse.Namespace) -> dict[str, Any]:
         """The stored options of the run of --resume; {} without --resume.
@@ -161,7 +159,6 @@ class Stored(NamedTuple):
                 if command != self.command and mark in notes:
                     way = f"xformer {command} --resume {shlex.quote(folder)}"
                     raise ValueError(f"{folder} is a run of xformer {command}: {way}")
-            notes = {name: self.defaults[name] for name in self.added} | fields("notes", notes)
         if not isinstance(notes, dict) or notes.keys() != self.defaults.keys():
             raise ValueError(
                 f"{folder} is not a run of xformer {self.command}: resume it from Python"

@@ -121,10 +121,7 @@ def _noted(name: str, **about: Any) -> Any:
 def about_of(model: Any) -> dict[str, Any]:
     """The description of a model that a run stores. `origin` builds the model from it."""
     if isinstance(model, GPT):
-        about = {"name": "GPT", **dataclasses.asdict(model)}
-        if not model.reversible:
-            del about["reversible"]  # older runs have no such option
-        return about
+        return {"name": "GPT", **dataclasses.asdict(model)}
     return {"name": name_of(model), "source": dict(model.hf_config)}
 
 

@@ -89,12 +89,6 @@ DEFAULTS: dict[str, Any] = {
     "sample_every": None,
     "log_to": "none",
 }
-# Options that older runs do not store; these runs used the default.
-ADDED = (
-    *("origin", "precision", "deterministic", "compile", "log_to"),
-    *("positions", "position_mode", "memory", "norm_placement", "residual_scale", "init"),
-    *("reversible", "shard_optimiser"),
-)
 # Types of the options whose default is None.
 TYPES: dict[str, type] = {
     **dict.fromkeys(("origin", "data", "tokenizer", "device", "precision"), str),
@@ -132,7 +126,6 @@ OPTIONS = Stored(
         "log_to": LOGS,
     },
     FREE,
-    ADDED,
 )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xformer import renamed, training, tree
+from xformer import training, tree
 from xformer.backends import Backend
 from xformer.finetune import lora
 from xformer.finetune.base import Example, Task, TaskLoss
@@ -20,7 +20,6 @@ from xformer.training.state import digest
 from xformer.world import World
 
 
-@renamed.arguments(place="backend")
 def train(
     task: Task,
     params: Any,
@@ -129,7 +128,6 @@ def about_of(
     }
 
 
-@renamed.arguments(place="backend")
 def evaluate(
     task: Task,
     params: Any,

@@ -8,8 +8,6 @@ Decoding is greedy by default; `samplers` has the filters of sampling. `prefill`
 once, for several continuations. `beam_search` and `speculative` are other decoding methods.
 """
 
-from typing import Any
-
 from xformer.generation import samplers
 from xformer.generation.beam import Beam, beam_search
 from xformer.generation.generate import generate, sample, stream
@@ -17,7 +15,6 @@ from xformer.generation.prefix import PrefilledPrompt, prefill
 from xformer.generation.speculative import speculative
 from xformer.generation.text import decoded, stream_text, until
 from xformer.generation.vocabulary import Bytes, Characters
-from xformer.renamed import new_name
 
 __all__ = [
     "Beam",
@@ -35,7 +32,3 @@ __all__ = [
     "stream_text",
     "until",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    return globals()[new_name(__name__, name)]

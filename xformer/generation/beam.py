@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer import ops, renamed
+from xformer import ops
 from xformer.backends import Backend
 from xformer.checks import number, require_sizes
 from xformer.generation.prefix import (
@@ -33,7 +33,6 @@ class Beam(NamedTuple):
     score: float
 
 
-@renamed.arguments(max_new="max_new_tokens")
 def beam_search(
     model: Any,
     params: Any,

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from xformer import renamed
 from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.compiling import records
@@ -28,7 +27,6 @@ from xformer.models import EncoderDecoder, LanguageModel
 from xformer.typing import Array
 
 
-@renamed.arguments(max_new="max_new_tokens", slide="sliding_context")
 def generate(
     model: Any,
     params: Any,
@@ -57,7 +55,6 @@ def generate(
     return [[new for step in steps if (new := step[i]) is not None] for i in range(n_texts)]
 
 
-@renamed.arguments(max_new="max_new_tokens", slide="sliding_context")
 def stream(
     model: Any,
     params: Any,
@@ -212,7 +209,6 @@ def _require_ids(backend: Backend, logits: Array, new: Sequence[int]) -> None:
         raise ValueError("generate: the largest logit of each row must be finite")
 
 
-@renamed.arguments(max_new="max_new_tokens")
 def sample(
     model: Any,
     params: Any,
@@ -222,7 +218,6 @@ def sample(
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 0,
-    backend: Any = None,
 ) -> Iterator[int]:
     """Yield `max_new_tokens` token ids that continue the prompt.
 
@@ -230,7 +225,6 @@ def sample(
     temperature: ids are sampled from softmax(logits / temperature); 0: greedy decoding.
     top_k: sample from the `top_k` most likely ids only.
     seed: of the random numbers.
-    backend: not used any more.
 
     ValueError for an empty prompt and bad numbers.
     """

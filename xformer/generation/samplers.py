@@ -21,7 +21,6 @@ from array_api_compat import array_namespace, device
 from xformer import ops
 from xformer.checks import as_indices, number, require_sizes
 from xformer.dispatch import overridable
-from xformer.renamed import new_name
 from xformer.typing import Array
 
 Ids = Sequence[Sequence[int]]  # of each text
@@ -196,7 +195,3 @@ def _ones(mask: Array) -> Array:
 
 def _first(top: np.ndarray) -> Any:
     return top[~np.isfinite(top)][0]
-
-
-def __getattr__(name: str) -> Any:
-    return globals()[new_name(__name__, name)]

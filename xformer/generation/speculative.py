@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from xformer import renamed
 from xformer.checks import require_sizes
 from xformer.compiling import records
 from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, width_of
@@ -24,7 +23,6 @@ from xformer.layers.recurrent_state import is_recurrent
 from xformer.layers.rope_by_layer import frequency_length
 
 
-@renamed.arguments(max_new="max_new_tokens")
 def speculative(
     model: Any,
     params: Any,

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import compress
 from typing import Any, Protocol
 
-from xformer import renamed
 from xformer.checks import require_utf8
 from xformer.generation.constraints import constrained, constraints
 from xformer.generation.generate import stream
@@ -44,7 +43,6 @@ class Codec(Protocol):
         """The text of `ids`."""
 
 
-@renamed.arguments(max_new="max_new_tokens", slide="sliding_context")
 def stream_text(
     model: Any,
     params: Any,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xformer import layers, renamed
+from xformer import layers
 from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import BlockConfig
@@ -15,7 +15,6 @@ from xformer.typing import Array
 
 
 @overridable(backward=False)
-@renamed.arguments(relative="relative_bias")
 def advance(
     x: Array,
     params: StackParams,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xformer import layers, ops, renamed
+from xformer import layers, ops
 from xformer.backends import Generator
 from xformer.checks import finite, number, plain_numbers, require_one_of
 from xformer.initializers import Draw, xavier_uniform
@@ -32,7 +32,6 @@ NORMS = ("pre", "post", "sandwich", "output", "none")
 NO_CROSS = "block: cross-attention needs an AttentionConfig"
 
 
-@renamed.flat_block
 @dataclass(frozen=True)
 class BlockConfig:
     """The configuration of a block. ValueError for options that do not fit together.

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from xformer import renamed
 from xformer.checks import (
     require_gradient,
     require_mask,
@@ -22,7 +21,6 @@ from xformer.typing import Array
 POOLINGS = ("mean", "first", "last", "max", "sum", "mean_sqrt_len", "weighted_mean")
 
 
-@renamed.arguments(how="pooling")
 def pool(
     x: Array,
     *,

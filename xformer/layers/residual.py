@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from xformer import ops, renamed
+from xformer import ops
 from xformer.checks import require_one_of
 from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
 from xformer.showing import short
@@ -26,7 +26,6 @@ class Branch(NamedTuple):
     dropout_key: ops.RandomKey | None = None
 
 
-@renamed.arguments(place="norm_placement")
 def residual(
     x: Array,
     norm_params: NormParams | None,
@@ -80,7 +79,6 @@ class ResidualCache(NamedTuple):
         return dx, *grads
 
 
-@renamed.arguments(place="norm_placement")
 def residuals(
     x: Array,
     branches: Sequence[Branch],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xformer import layers, ops, renamed
+from xformer import layers, ops
 from xformer.backends import Generator
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
@@ -32,13 +32,7 @@ class StackParams(NamedTuple):
     memory: KeyValueParams | None  # the projection of the memory, shared by all blocks
     relative_bias: Array | None = None  # (N, H), the table of a relative bias, shared by all blocks
 
-    @property
-    def relative(self) -> Array | None:
-        """The old name of `relative_bias`."""
-        return renamed.value_of(self, "relative", "relative_bias")
-
     @staticmethod
-    @renamed.arguments(relative="relative_bias")
     def init(
         rng: Generator,
         configs: Sequence[BlockConfig],
@@ -75,12 +69,6 @@ class StackParams(NamedTuple):
         return StackParams(blocks, last_norm, shared, table)
 
 
-@renamed.arguments(
-    checkpoint="activation_checkpointing",
-    n_past="n_cached",
-    past="kv_cache",
-    relative="relative_bias",
-)
 def stack(
     x: Array,
     params: StackParams,

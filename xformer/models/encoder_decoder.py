@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from xformer import backends, ops, renamed, tree
+from xformer import backends, ops, tree
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_mask, require_tokens, require_vectors
 from xformer.dispatch import inference, saved
@@ -40,12 +40,6 @@ from xformer.typing import Array
 Top = Callable[[Array, Any, Any], tuple[Array, Any]]  # (x, its parameters, table) -> (y, cache)
 
 
-@renamed.arguments(
-    checkpoint="activation_checkpointing",
-    decoder_relative="decoder_relative_bias",
-    encoder_relative="encoder_relative_bias",
-    source="hf_config",
-)
 @dataclass(frozen=True)
 class EncoderDecoder:
     """The configuration of a model from two sequences to logits, or hidden states without a head.
@@ -115,14 +109,6 @@ class EncoderDecoder:
                     f"= {width}, any head needs its vocabulary, got {got}"
                 )
         number("EncoderDecoder", "out_dropout", self.out_dropout, low=0, high=1)
-
-    checkpoint = renamed.attribute("activation_checkpointing")
-    encoder_relative = renamed.attribute("encoder_relative_bias")
-    decoder_relative = renamed.attribute("decoder_relative_bias")
-    source = renamed.attribute("hf_config")
-    start = renamed.method("start", "init_state")
-    extend = renamed.method("extend", "decode", every="all_logits")
-    rewind = renamed.method("rewind", "truncate")
 
     @property
     def network(self) -> EncoderDecoder:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from xformer import backends, ops, renamed
+from xformer import backends, ops
 from xformer.backends import Generator
 from xformer.checks import plain_numbers, require_layers
 from xformer.layers.attention_config import AttentionConfig
@@ -25,7 +25,6 @@ from xformer.models.loss import LossCache
 from xformer.typing import Array
 
 
-@renamed.arguments(norm="norm_placement", checkpoint="activation_checkpointing")
 @dataclass(frozen=True)
 class GPT:
     """The configuration of a GPT. Its parameters are separate data, which `init` returns.
@@ -62,9 +61,6 @@ class GPT:
     residual_scale: float | None = None  # of `layers.BlockConfig`; 0: ReZero
     # Two streams (arXiv:2001.04451); backward rebuilds the input of each block from its output.
     reversible: bool = False
-
-    norm = renamed.attribute("norm_placement")
-    checkpoint = renamed.attribute("activation_checkpointing")
 
     def __post_init__(self) -> None:
         plain_numbers(self)

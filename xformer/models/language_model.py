@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from xformer import backends, layers, models, ops, renamed, tree
+from xformer import backends, layers, models, ops, tree
 from xformer.backends import Generator
 from xformer.checks import (
     number,
@@ -54,14 +54,6 @@ from xformer.showing import short
 from xformer.typing import Array
 
 
-@renamed.arguments(
-    n_groups="n_shared_layer_groups",
-    balance="load_balancing_weight",
-    router_z="router_z_weight",
-    checkpoint="activation_checkpointing",
-    relative="relative_bias",
-    source="hf_config",
-)
 @dataclass(frozen=True)
 class LanguageModel:
     """The configuration of a model from tokens to logits, or to hidden states if head is None.
@@ -184,16 +176,6 @@ class LanguageModel:
         }
         if present := [name for name, is_there in others.items() if is_there]:
             raise ValueError(f"LanguageModel: attn.xl excludes {', '.join(present)}")
-
-    n_groups = renamed.attribute("n_shared_layer_groups")
-    balance = renamed.attribute("load_balancing_weight")
-    router_z = renamed.attribute("router_z_weight")
-    checkpoint = renamed.attribute("activation_checkpointing")
-    relative = renamed.attribute("relative_bias")
-    source = renamed.attribute("hf_config")
-    start = renamed.method("start", "init_state")
-    extend = renamed.method("extend", "decode", every="all_logits")
-    rewind = renamed.method("rewind", "truncate")
 
     @property
     def network(self) -> LanguageModel:
@@ -635,7 +617,6 @@ class LanguageModel:
         x, hidden = self.hidden(params, tokens, dropout_key=dropout_key, memory=memory)
         return x, hidden, memory.advanced(hidden.stack.layers.extended)
 
-    @renamed.arguments(how="pooling")
     def pooled(
         self,
         params: LanguageModelParams,

@@ -8,7 +8,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from xformer import backends, ops, renamed
+from xformer import backends, ops
 from xformer.backends import Generator
 from xformer.checks import (
     as_indices,
@@ -34,7 +34,6 @@ from xformer.models.loss import LossCache
 from xformer.typing import Array
 
 
-@renamed.arguments(norm="norm_placement", checkpoint="activation_checkpointing")
 @dataclass(frozen=True)
 class Transformer:
     """The configuration of a Transformer. Its parameters are separate data, which `init` returns.
@@ -73,9 +72,6 @@ class Transformer:
     # Each block saves only its input, and runs again in backward.
     activation_checkpointing: bool = False
     residual_scale: float | None = None  # of `layers.BlockConfig`; 0: ReZero
-
-    norm = renamed.attribute("norm_placement")
-    checkpoint = renamed.attribute("activation_checkpointing")
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -193,7 +189,6 @@ class Transformer:
         return self.network.loss(params, src, tgt[:, :-1], tgt[:, 1:], **options)
 
     @inference()
-    @renamed.arguments(max_new="max_new_tokens")
     def generate(
         self,
         params: EncoderDecoderParams,

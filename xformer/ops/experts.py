@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
-from xformer import renamed
 from xformer.checks import require_axis, require_gradient, require_ids
 from xformer.dispatch import overridable
 from xformer.ops.activation import gated_unit
@@ -19,7 +18,6 @@ Weights = tuple[Any, ...]
 
 
 @overridable
-@renamed.arguments(fixed="not trainable")
 @shapes(
     "x (N, D)  w_gate (E, D, F)  w_up (E, D, F)  w_down (E, F, D)  weights (N, C)  "
     "b_gate (E, F)  b_up (E, F)  b_down (E, D)  ids (N, C)"

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
-from xformer import renamed
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
@@ -16,7 +15,6 @@ from xformer.typing import Array
 
 
 @overridable
-@renamed.arguments(fixed="not trainable")
 @shapes("x (..., I)  w (I, O)  b (O)")
 def linear(
     x: Array, w: Array, b: Array | None = None, *, trainable: bool = True

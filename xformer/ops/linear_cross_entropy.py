@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer import renamed
 from xformer.dispatch import overridable
 from xformer.ops.cross_entropy import cross_entropy
 from xformer.ops.linear import linear
@@ -14,7 +13,6 @@ from xformer.typing import Array
 
 
 @overridable(composite=True)
-@renamed.arguments(fixed="not trainable")
 @shapes("x (..., D)  w (D, V)  b (V)  targets (...)")
 def linear_cross_entropy(
     x: Array,

@@ -18,7 +18,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import load_file
 
-from xformer import backends, models, renamed, tree
+from xformer import backends, models, tree
 from xformer.files import replacing, write_arrays
 from xformer.initializers import Shapes
 from xformer.models.language_model import LanguageModelParams
@@ -80,7 +80,6 @@ def load(
     if wrong := _wrong_dtypes(arrays, backend):
         raise CheckpointError(f"{path}: {wrong}")
     like = model.init_from(Shapes())
-    arrays = renamed.parameters(arrays, tree.flatten(like))
     return model, tree.unflatten(like, {name: backend.asarray(a) for name, a in arrays.items()})
 
 
@@ -119,7 +118,7 @@ def _model(text: str | None, path: Path) -> Any:
 def _config_of(kind: Any, values: Any) -> Any:
     """The configuration of class `kind` from JSON, with nested configurations and tuples."""
     hints = get_type_hints(kind)
-    values = renamed.fields(kind.__name__, dict(values))
+    values = dict(values)
     return kind(**{name: _value(hints.get(name), value) for name, value in values.items()})
 
 
@@ -157,7 +156,6 @@ def _require_parameters(model: Any, have: dict[str, tuple[int, ...]], path: Path
         raise CheckpointError(f"{path} does not have the {sum(layers)} layers of its configuration")
     leaves = tree.flatten(model.init_from(Shapes()))
     wanted = {name: leaf.shape for name, leaf in leaves.items()}
-    have = renamed.parameters(have, wanted)
     if wrong := sorted(n for n in wanted.keys() | have.keys() if wanted.get(n) != have.get(n)):
         name = wrong[0]
         raise CheckpointError(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from array_api_compat import array_namespace
 
-from xformer import inference, ops, optim, renamed, tree
+from xformer import inference, ops, optim, tree
 from xformer.backends import Backend
 from xformer.compiling import Forward
 from xformer.generation.prefix import backend_of_params
@@ -91,7 +91,6 @@ def start(
     return state
 
 
-@renamed.arguments(place="backend")
 def train(
     loss: Loss,
     state: State,
@@ -201,7 +200,6 @@ def train(
         yield Step(state.step, value, norm, lr, *numbers, validation, state, world.size)
 
 
-@renamed.arguments(place="backend")
 def evaluate(
     loss: Loss,
     params: Any,

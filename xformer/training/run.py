@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer import __version__, backends, pretrained, renamed, tree
+from xformer import __version__, backends, pretrained, tree
 from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.files import aside, replacing
@@ -59,7 +59,6 @@ FROZEN = "frozen_parameters"  # in a checkpoint's `about`: the digest of frozen 
 HALVES = (".*.part", ".tmp??????")  # files that a killed process leaves: ours, and safetensors'
 
 
-@renamed.arguments(place="backend")
 class Run:
     """The folder of a training run, a context manager that locks it for this process.
 
@@ -81,8 +80,6 @@ class Run:
     Checkpoints have the trained parameters and a SHA-256 of the frozen ones, which `begin` takes
     from its argument.
     """
-
-    place = renamed.attribute("backend")
 
     def __init__(
         self,
@@ -342,14 +339,7 @@ class Run:
         write_state(path_of(self.folder, state.step), part, self.backend, self._about(state))
 
     def _restored(self, saved: Saved, like: State, backend: Backend) -> State:
-        """The state of a checkpoint on `backend`, with the frozen parameters of `like`.
-
-        Earlier versions stored these too; then they are read.
-        """
-        if tree.frozen(like.params) and FROZEN not in saved.about:
-            saved.require(self.about, self.free)
-            whole: State = saved.restored(like, backend)
-            return whole
+        """The state of a checkpoint on `backend`, with the frozen parameters of `like`."""
         saved.require(self._about(like), self.free)
         part: State = saved.restored(_without_frozen(like), backend)
         params = like.params
@@ -453,7 +443,7 @@ def read_run(folder: str | os.PathLike[str]) -> Any:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] == FORMAT and isinstance(content["about"], dict):
-            return content | {"about": renamed.about(content["about"])}
+            return content
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error!r:.200}") from error
     raise ValueError(f"{path}: format must be {FORMAT}, got {content['format']!r}")

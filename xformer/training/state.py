@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 
-from xformer import renamed, tree
+from xformer import tree
 from xformer.backends import Backend
 from xformer.files import replacing, write_arrays
 from xformer.optim import LossScale
@@ -69,8 +69,7 @@ class Saved(NamedTuple):
         ValueError, which lists differences, if names, shapes or dtypes differ from `like`.
         """
         wanted = {name: tree.value(leaf) for name, leaf in tree.flatten(like).items()}
-        arrays = renamed.parameters(self.arrays, wanted)
-        have: dict[str, Any] = arrays | self.numbers
+        have: dict[str, Any] = self.arrays | self.numbers
         differ = [
             f"{name} is {_kind(have.get(name))} there, {_kind(wanted.get(name))} here"
             for name in [*wanted, *(name for name in have if name not in wanted)]
@@ -81,8 +80,8 @@ class Saved(NamedTuple):
 
         def one(leaf: Any) -> Any:
             name = next(names)
-            if name in arrays:
-                return backend.asarray(arrays[name])
+            if name in self.arrays:
+                return backend.asarray(self.arrays[name])
             return type(leaf)(self.numbers[name])
 
         return tree.map(one, like)
@@ -149,9 +148,7 @@ def read_state(path: str | os.PathLike[str]) -> Saved:
         raise CheckpointError(f"{file_path} is damaged: its content has another SHA-256")
     if format_ != FORMAT:
         raise CheckpointError(f"{file_path}: format must be {FORMAT}, got {format_!r}")
-    return Saved(
-        file_path, arrays, {name: _number(n) for name, n in numbers.items()}, renamed.about(about)
-    )
+    return Saved(file_path, arrays, {name: _number(n) for name, n in numbers.items()}, about)
 
 
 def require_same(path: Path, stored: Any, current: Any, free: Collection[str] = ()) -> None:
