@@ -23,9 +23,9 @@ from xformer.backends.cupy.captured import Captured
 from xformer.cli import main
 from xformer.generation import compiled as on_host
 from xformer.generation import generate, prefill, stream
-from xformer.generation.samplers import greedy
 from xformer.layers.constant import constant
 from xformer.layers.kv_cache import KVCache, append
+from xformer.ops.greedy import greedy
 from xformer.shapes import STORED
 
 pytestmark = only(*ON_DEVICE)

@@ -25,7 +25,6 @@ from xformer.backends.cupy.runtimes import runtime_of
 from xformer.catalogue import cases
 from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable
-from xformer.generation.samplers import greedy
 from xformer.layers import blocks
 from xformer.layers.advance import advance
 from xformer.layers.checkpoint import held
@@ -33,6 +32,7 @@ from xformer.layers.constant import constant
 from xformer.layers.kv_cache import append
 from xformer.layers.rope_tables import cos_sin
 from xformer.ops import embedding, index_add, random_bits, rope
+from xformer.ops.greedy import greedy
 from xformer.ops.sum_to import sum_to
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves

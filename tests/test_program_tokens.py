@@ -18,10 +18,10 @@ from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.compiled import Compiled
 from xformer.backends.numba.program.run import Recorded, layout_of
 from xformer.backends.numba.program.traced import address
-from xformer.generation.samplers import greedy
 from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.rope_config import RopeConfig
 from xformer.layers.rope_tables import cos_sin
+from xformer.ops.greedy import greedy
 
 INTEGERS = np.array([[-5, 0, 7, 2**40], [3, 3, -(2**62), 1]])
 REALS = np.array([[np.nan, -np.inf, 0.0, 1.5], [np.inf, -0.0, 2.0, 3.0]])

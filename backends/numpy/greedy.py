@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from xformer.dispatch import kernel
-from xformer.generation.samplers import greedy as reference
+from xformer.ops.greedy import greedy as reference
 from xformer.typing import Array
 
 

@@ -15,11 +15,12 @@ from xformer import tree
 from xformer.backends import Backend
 from xformer.compiling import bucket
 from xformer.generation.prefix import PrefilledPrompt, backend_of_params
-from xformer.generation.samplers import Ids, greedy
+from xformer.generation.samplers import Ids
 from xformer.layers.recurrent_state import is_recurrent
 from xformer.layers.rope_by_layer import max_unscaled_len
 from xformer.models import EncoderDecoder
 from xformer.models.encoder_decoder import EncoderDecoderState
+from xformer.ops.greedy import greedy
 from xformer.typing import Array
 
 LEAST = 256  # least slots of a KV cache, so that most texts use the same program

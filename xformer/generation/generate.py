@@ -22,8 +22,9 @@ from xformer.generation.prefix import (
     prefill,
     stop_ids,
 )
-from xformer.generation.samplers import Filter, Ids, draw, greedy, require_filter, require_finite
+from xformer.generation.samplers import Filter, Ids, draw, require_filter, require_finite
 from xformer.models import EncoderDecoder, LanguageModel
+from xformer.ops.greedy import greedy
 from xformer.typing import Array
 
 

@@ -20,7 +20,6 @@ from array_api_compat import array_namespace, device
 
 from xformer import ops
 from xformer.checks import as_indices, number, require_sizes
-from xformer.dispatch import overridable
 from xformer.typing import Array
 
 Ids = Sequence[Sequence[int]]  # of each text
@@ -138,16 +137,6 @@ def repetition_penalty(penalty: float) -> Filter:
         return xp.where(seen, punished, logits)
 
     return apply
-
-
-@overridable(backward=False)
-def greedy(logits: Array) -> Array:
-    """(B,): the id of the largest logit of each row of `logits` (B, V); -1 if it is not finite.
-
-    One array holds both, so that a device is synchronised once.
-    """
-    xp = array_namespace(logits)
-    return xp.where(xp.isfinite(xp.max(logits, axis=-1)), xp.argmax(logits, axis=-1), -1)
 
 
 def draw(logits: np.ndarray, uniform: Sequence[float]) -> list[int]:

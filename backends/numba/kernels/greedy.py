@@ -11,7 +11,7 @@ from xformer.backends.numba.kernels.layout import program_of, unrecordable
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
 from xformer.dispatch import kernel
-from xformer.generation.samplers import greedy as op
+from xformer.ops.greedy import greedy as op
 from xformer.typing import Array
 
 
