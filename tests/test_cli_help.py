@@ -74,6 +74,15 @@ def test_the_help_of_train_shows_what_a_preset_stands_for(
         (["trace", "--backend", "touch"], "xformer trace: error: argument --backend:", "torch?"),
         (["finetune", "--task", "classfy"], "xformer finetune: error: argument", "classify?"),
         (["signal-flow", "--norms", "pre", "poost"], "xformer signal-flow: error: arg", "post?"),
+        (["train", "--backend", "cuda"], "xformer train: error: argument --backend:", "cupy?"),
+        (["train", "--backend", "cpu"], "xformer train: error: argument --backend:", "numpy?"),
+        (["embed", "--dtype", "double"], "xformer embed: error: argument --dtype:", "float64?"),
+        (["train", "--precision", "fp16"], "xformer train: error: argument --prec", "float16?"),
+        (["finetune", "--task", "ner"], "xformer finetune: error: argument --task:", "tag?"),
+        (["tag", "--aggregation", "mean"], "xformer tag: error: argument --aggr", "average?"),
+        (["train", "--schedule", "cos"], "xformer train: error: argument --schedule:", "cosine?"),
+        (["train", "--learning_rate", "1"], "xformer train: error: unrecognized:", "--lr?"),
+        (["train", "--epochs", "3"], "xformer train: error: unrecognized:", "--steps?"),
     ],
 )
 def test_errors_name_what_was_probably_meant(
@@ -107,6 +116,11 @@ def test_options_may_be_among_the_words_of_a_list(line: str, name: str, words: l
     ("argv", "said"),
     [
         (["zzz"], "argument COMMAND: must be one of prepare, "),
+        (["embed", "--dtype", "float16"], "must be one of float32, float64, got 'float16'\n"),
+        (["train", "--dtype", "float16"], "got 'float16'; --precision takes float16\n"),
+        (["train", "--dtype", "int8"], "must be one of float32, float64, got 'int8'\n"),
+        (["train", "--schedule", "none"], "noam, got 'none'; --positions takes none\n"),
+        (["train", "--file", "a", "--quiet"], "unrecognized: --file a --quiet\n"),
         (["train", "--zzzzzz"], "xformer train: error: unrecognized: --zzzzzz\n"),
         (["train", "text.txt"], "xformer train: error: unrecognized: text.txt\n"),
         (["embed", "a", "--model", "m", "b", "--zzzz"], "embed: error: unrecognized: b --zzzz\n"),

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from test_dispatch import python
 
+from xformer.cli import main
 from xformer.cli.command_line import COMMANDS
+from xformer.cli.errors import in_words
 
 MODULES = {f"xformer.cli.{name.replace('-', '_')}" for name in COMMANDS}
 IMPORTED = """
@@ -72,3 +74,66 @@ def test_an_interrupt_during_an_import_is_one_line(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "xformer: interrupted\n")
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with paths that are not what is asked for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").write_text("the cat\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "bytes").write_bytes(b"a\xff")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "circle").symlink_to("circle")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["embed", "--model", "m", "--file", "fil.txt"], "there is no file or folder fil.txt; did"),
+        (["tag", "--model", "m", "--file", "folder"], "folder must be a file, it is a folder"),
+        (["rank", "q", "--model", "m", "--file", "link"], "link; it is a link to nowhere, which"),
+        (["classify", "--model", "m", "--file", "circle"], "circle: too many levels of symb"),
+        (["embed", "--model", "m", "--file", "file.txt/x"], "file.txt must be a folder, it is a"),
+        (["embed", "--model", "m", "--file", "a\nb"], "there is no file or folder a\\nb"),
+        (["embed", "--model", "m", "--file", "bytes"], "bytes is not UTF-8 text: byte 0xff at of"),
+        (["embed", "--model", "a\x1bb", "x"], "there is no folder or file a\\x1bb"),
+        (["prepare", "file.txt", "file.txt/new"], "file.txt must be a folder, it is a file"),
+        (["exercise", "softmax", "--check", "folder"], "folder must be a file, it is a folder"),
+        (["exercise", "softmax", "--out", "x/y"], "there is no file or folder x/y"),
+        (["train", "--config", "conf.toml"], "--config: there is no file conf.toml"),
+        (["plot", "link"], "link; it is a link to nowhere, which leads nowhere"),
+        (["generate", "--prompt", "x", "--model", "circle"], "circle; it is a link to circle, wh"),
+    ],
+)
+def test_a_path_is_refused_in_words(
+    odd: Path, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(odd.iterdir())
+    assert main(argv) == 1
+    out, err = capsys.readouterr()
+    assert said in err and err.count("\n") == 1 and err.startswith("xformer: error: ")
+    assert "Errno" not in err and out == ""
+    assert sorted(odd.iterdir()) == before
+
+
+def test_a_name_that_no_file_can_have(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["prepare", "a\0b", "out"])
+    assert r"must name a file or a folder, got 'a\x00b'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "not enough memory"),
+        (MemoryError("Unable to allocate 8 TiB"), "not enough memory: Unable to allocate 8 TiB"),
+        (OSError(28, "No space left on device"), "no space left on device"),
+        (PermissionError(13, "Permission denied", "/a"), "/a: permission denied"),
+        (OSError("plain words"), "plain words"),
+        (RecursionError(), "RecursionError"),
+    ],
+)
+def test_an_error_in_words(error: Exception, words: str) -> None:
+    assert in_words(error) == words

@@ -197,7 +197,7 @@ def test_a_folder_without_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("--seed", -1), "seed must be an int of at least 0, got -1"),
         (("--stop", ""), "a string that ends the text must not be empty"),
         (("--prompt", PROMPT * 300), "the model's context holds 512 tokens, and there are"),
-        (("--tokenizer", "absent"), "absent is no file of a tokenizer"),
+        (("--tokenizer", "absent"), "there is no file or folder absent"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -418,9 +418,12 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_tokenizer_is_said_so(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent", tmp_path / "config.json"):
+    (tmp_path / "config.json").touch()
+    for path in (tmp_path, tmp_path / "config.json"):
         with pytest.raises(FileNotFoundError, match="is no file of a tokenizer, and no folder"):
             tokenizer(path)
+    with pytest.raises(FileNotFoundError, match=r"no file or folder .*did you mean .*config\.json"):
+        tokenizer(tmp_path / "confg.json")
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"there is no file .*merges\.txt"):
         tokenizer(tmp_path)

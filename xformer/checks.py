@@ -25,6 +25,17 @@ from xformer.shapes import (
 from xformer.typing import Array
 
 MAX_LAYERS = 10_000
+OTHER_NAMES = {  # of choices and options: name here -> names in other libraries
+    **{"cupy": "cuda gpu", "numpy": "cpu np", "jax": "jnp", "torch": "mps"},
+    **{"backend": "cuda gpu cpu", "float16": "half fp16", "bfloat16": "bf16"},
+    **{"float32": "float single fp32", "float64": "double fp64", "mean": "avg average"},
+    **{"average": "avg mean", "tag": "ner", "masked": "mlm", "causal": "clm"},
+    **{"classify": "classification", "contrastive": "embedding", "lr": "learning-rate"},
+    **{"steps": "epochs num-epochs max-iters", "layers": "depth", "d-model": "n-embd hidden-size"},
+    **{"max-len": "max-length max-seq-length seq-len block-size context-length"},
+    **{"max-new-tokens": "max-length length", "tokenizer": "vocab-size", "data": "input text"},
+    **{"lora": "rank lora-rank lora-r", "alpha": "lora-alpha", "file": "input", "prompt": "text"},
+}
 
 
 def require_one_of(what: str, value: Any, known: Iterable[str]) -> None:
@@ -41,17 +52,20 @@ def require_one_of(what: str, value: Any, known: Iterable[str]) -> None:
 def did_you_mean(value: Any, known: Iterable[str]) -> str:
     """The end of a message, with the one of `known` that `value` resembles: "; did you mean adam?".
 
-    Empty if it resembles none. Capitals, and "_" for "-", make no difference.
+    Empty if it resembles none. Capitals, "_" for "-" and the dashes of an option make no
+    difference. Names that differ in a number, such as float16 and float64, are no misspellings.
     """
-    near = _nearest(value, known)
+    near = _meant(_plain(value), known) if isinstance(value, str) else None
     return "" if near is None else f"; did you mean {near}?"
 
 
 def near_path(path: Path) -> str:
     """The end of a message, as `did_you_mean`, with the path that a missing `path` resembles.
 
-    Any part of the path may be misspelt.
+    Any part of the path may be misspelt. For a link that leads nowhere, the end says so.
     """
+    if path.is_symlink() and not path.exists():
+        return f"; it is a link to {os.readlink(path)}, which leads nowhere"
     near = None if path.exists() else _similar(path)
     return "" if near is None else f"; did you mean {shlex.quote(str(near))}?"
 
@@ -67,21 +81,33 @@ def _similar(path: Path) -> Path | None:
             return found and found / path.name
         parent = found
     try:
-        names = sorted(os.listdir(parent))
+        names = {_plain(name): name for name in sorted(os.listdir(parent))}
     except OSError:  # it may not be read, or is a file
         return None
-    near = _nearest(path.name, names)
-    return None if near is None else parent / near
+    near = difflib.get_close_matches(_plain(path.name), names, 1)
+    return parent / names[near[0]] if near else None
 
 
-def _nearest(value: Any, known: Iterable[str]) -> str | None:
+def _meant(plain: str, known: Iterable[str]) -> str | None:
     names = {_plain(name): name for name in known}
-    near = difflib.get_close_matches(_plain(value), names, 1) if isinstance(value, str) else []
+    same = [name for name in names if plain in OTHER_NAMES.get(name, "").split()]
+    number = _number(plain)
+    alike = [name for name in names if not number or _number(name) in ("", number)]
+    near = same or difflib.get_close_matches(plain, alike, 1, 0.7)
+    near = near or [name for name in alike if _begins(name, plain) or _begins(plain, name)]
     return names[near[0]] if near else None
 
 
+def _begins(name: str, start: str) -> bool:
+    return len(start) > 2 and name.startswith(start)
+
+
 def _plain(name: str) -> str:
-    return name[:100].lower().replace("_", "-")
+    return name[:100].lower().replace("_", "-").lstrip("-")
+
+
+def _number(name: str) -> str:
+    return "".join(filter(str.isdigit, name))
 
 
 def require_axis(op: str, x: Array, axis: int, name: str = "x") -> None:

@@ -6,7 +6,7 @@ import itertools
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,9 +32,14 @@ def replacing(*targets: Path) -> Iterator[list[Path]]:
             os.replace(part, target)
         if os.name == "posix":  # elsewhere a folder cannot be opened
             _sync(targets[0].parent)
+    except OSError as error:
+        for part, target in zip(parts, targets, strict=True):
+            _name(error, part, target)
+        raise
     finally:
         for part in parts:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # the error that is raised says more
+                part.unlink(missing_ok=True)
 
 
 def aside(path: Path) -> Path:
@@ -67,8 +72,8 @@ def making(target: Path) -> Iterator[Path]:
     require_new(target)
     target = target.absolute()
     part = target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
-    part.mkdir(parents=True)
     try:
+        part.mkdir(parents=True)
         yield part
         for path in part.iterdir():
             _sync(path)
@@ -77,8 +82,17 @@ def making(target: Path) -> Iterator[Path]:
         os.rename(part, target)
         if os.name == "posix":
             _sync(target.parent)
+    except OSError as error:
+        _name(error, part, target)
+        raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _name(error: OSError, part: Path, target: Path) -> None:
+    """Let an error about the temporary path name the final path."""
+    if isinstance(error.filename, str | Path):
+        error.filename = str(error.filename).replace(str(part), str(target))
 
 
 def _sync(path: Path) -> None:

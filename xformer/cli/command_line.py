@@ -17,7 +17,8 @@ from typing import Any
 
 import xformer
 from xformer.cli import config_file
-from xformer.cli.output import end, printing
+from xformer.cli.errors import in_words
+from xformer.cli.output import end, one_line, printing
 from xformer.cli.parser import Parser
 from xformer.launcher import launched
 
@@ -77,7 +78,7 @@ def command_parser(asked: Collection[str] = tuple(COMMANDS)) -> tuple[Parser, Ma
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    usual, warnings.formatwarning = warnings.formatwarning, _one_line
+    usual, warnings.formatwarning = warnings.formatwarning, _warning
     file: config_file.ConfigFile | None = None
     try:
         words = sys.argv[1:] if argv is None else list(argv)
@@ -91,7 +92,7 @@ def _run(argv: Sequence[str] | None) -> int:
         if file is not None and isinstance(error, ValueError):
             error.add_note(file.note(error, args))
         notes = getattr(error, "__notes__", [])  # for example, the last good checkpoint
-        end(f"xformer: error: {'; '.join([str(error), *notes])}")
+        end(f"xformer: error: {one_line('; '.join([in_words(error), *notes]))}")
         return 1
     except KeyboardInterrupt:
         end("xformer: interrupted")
@@ -129,5 +130,5 @@ def _meet(words: Sequence[str]) -> None:
         raise ValueError(f"xformer {command} runs in one process, and {n} were started together")
 
 
-def _one_line(message: Warning | str, *_: Any, **__: Any) -> str:
-    return f"xformer: warning: {message}\n"
+def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
+    return f"xformer: warning: {one_line(str(message))}\n"

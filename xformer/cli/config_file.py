@@ -134,7 +134,9 @@ def write(folder: Path, command: str, options: Mapping[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise FileNotFoundError(f"{OPTION}: there is no file {path}")
+        from xformer.checks import near_path
+
+        raise FileNotFoundError(f"{OPTION}: there is no file {path}{near_path(path)}")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -72,6 +72,11 @@ def visible(text: str) -> str:
     return text.translate(CONTROLS) if sys.stdout.isatty() else text
 
 
+def one_line(text: str) -> str:
+    """`text` with Python escapes for control characters and newlines, which a path may have."""
+    return text.translate(CONTROLS | {ord("\n"): "\\n", ord("\t"): "\\t"})
+
+
 def end(message: str) -> None:
     """Print an error on stderr, and end the other processes of this command if there are any.
 

@@ -59,9 +59,15 @@ class Parser(argparse.ArgumentParser):
             from xformer.checks import did_you_mean
 
             known = tuple(action.choices)
-            near = did_you_mean(value, known)
+            near = did_you_mean(value, known) or self._taken_by(value)
             message = f"must be one of {', '.join(known)}, got {value!r}{near}"
             raise argparse.ArgumentError(action, message)
+
+    def _taken_by(self, value: Any) -> str:
+        """The end of a message: another option that has this choice."""
+        options = (a for a in self._actions if a.option_strings and a.choices is not None)
+        names = (a.option_strings[0] for a in options if value in a.choices)
+        return next((f"; {name} takes {value}" for name in names), "")
 
     def error(self, message: str) -> NoReturn:
         """Print the error and the command that shows the help, and leave with status 2."""

@@ -35,4 +35,6 @@ def nonempty(text: str) -> str:
     """The path `text`, unchanged. ArgumentTypeError for "", which would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("must name a file or a folder, got an empty path")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"must name a file or a folder, got {text!r}")
     return text

@@ -91,7 +91,10 @@ def _lines(data: bytes, where: str) -> list[str]:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: must be UTF-8, {error}") from error
+        byte, offset = data[error.start], error.start
+        raise ValueError(
+            f"{where} is not UTF-8 text: byte {byte:#04x} at offset {offset}, {error.reason}"
+        ) from error
     lines = text.replace("\r\n", "\n").split("\n")
     return lines[:-1] if lines[-1] == "" else lines
 

@@ -32,8 +32,9 @@ def load(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    code = path.read_bytes()
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), names)
+        exec(compile(code, str(path), "exec"), names)
     except SyntaxError as error:
         raise ValueError(f"{path}, line {error.lineno}: not valid Python: {error.msg}") from error
     except (Exception, SystemExit) as error:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from xformer.checks import near_path
 from xformer.pretrained import llama2c
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, listed, read_json, read_text
@@ -51,6 +52,8 @@ Built = tuple[Any, dict[str, str | None]]
 def build(path: Path, config: Config) -> Built:
     """The tokenizer of a folder, or of one of its files (see `tokenizer.tokenizer`)."""
     package()
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file or folder {path}{near_path(path)}")
     folder = path if path.is_dir() else path.parent
     names = sorted(os.listdir(folder)) if path.is_dir() else [path.name]
     for pattern, read in FILES.items():
