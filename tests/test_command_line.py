@@ -103,7 +103,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["exercise", "softmax", "--check", "folder"], "folder must be a file, it is a folder"),
         (["exercise", "softmax", "--out", "x/y"], "there is no file or folder x/y"),
         (["train", "--config", "conf.toml"], "--config: there is no file conf.toml"),
-        (["plot", "link"], "link; it is a link to nowhere, which leads nowhere"),
+        (["plot", "link"], "; it is a link to nowhere, which leads nowhere"),
         (["generate", "--prompt", "x", "--model", "circle"], "circle; it is a link to circle, wh"),
     ],
 )

@@ -418,7 +418,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_tokenizer_is_said_so(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path, tmp_path / "config.json"):
         with pytest.raises(FileNotFoundError, match="is no file of a tokenizer, and no folder"):
             tokenizer(path)

@@ -107,7 +107,7 @@ def _plain(name: str) -> str:
 
 
 def _number(name: str) -> str:
-    return "".join(filter(str.isdigit, name))
+    return "".join(sorted(filter(str.isdigit, name)))  # in order: 61 may be misspelt 16
 
 
 def require_axis(op: str, x: Array, axis: int, name: str = "x") -> None:
