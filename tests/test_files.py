@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from xformer import files
 
@@ -90,3 +93,24 @@ def test_a_folder_in_use_is_not_replaced(old: tuple[Path, Path]) -> None:
         with pytest.raises(FileExistsError, match="in use"), files.making(target):
             pass
     assert [path.read_text() for path in old] == ["old", "old"]
+
+
+@pytest.mark.parametrize("dtype", ["<f4", ">f4", ">f8", "<i8", ">i2", "?", "<f2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        np.asfortranarray,
+        lambda x: x.T,
+        lambda x: x[::-1, ::2],
+        lambda x: np.broadcast_to(x[:1], x.shape),
+        lambda x: x[1, 1],
+        lambda x: x[:0],
+    ],
+    ids=["fortran", "transposed", "strided", "broadcast", "scalar", "empty"],
+)
+def test_arrays_of_any_memory_come_back(layout: Any, dtype: str, tmp_path: Path) -> None:
+    array = np.asarray(layout(np.asarray(np.arange(20).reshape(4, 5) % 7, dtype)))
+    files.write_arrays({"a": array}, tmp_path / "a", tmp_path / "a", {})
+    back = load_file(tmp_path / "a")["a"]
+    assert back.shape == array.shape and back.dtype == array.dtype.newbyteorder("=")
+    assert np.array_equal(back, array)

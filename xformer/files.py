@@ -103,10 +103,19 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+def file_layout(array: np.ndarray) -> np.ndarray:
+    """The array as files hold it: in C order and little-endian. A copy only if it is not."""
+    import numpy as np
+
+    return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
+
+
 def write_arrays(
     arrays: Mapping[str, np.ndarray], part: Path, target: Path, metadata: dict[str, str]
 ) -> None:
     """Write a safetensors file at `part`, which becomes `target`. OSError if that fails.
+
+    arrays: of any memory order and byte order
 
     It gets the permissions of other new files; safetensors gives access only to the owner.
     """
@@ -115,8 +124,10 @@ def write_arrays(
 
     part.touch()
     mode = part.stat().st_mode
+    # save_file stores the memory of an array as if it were in C order.
+    stored = {name: file_layout(array) for name, array in arrays.items()}
     try:
-        save_file(dict(arrays), part, metadata=metadata)
+        save_file(stored, part, metadata=metadata)
     except safetensors.SafetensorError as error:  # its error for a full disk
         raise OSError(f"{target} cannot be written: {error}") from error
     part.chmod(stat.S_IMODE(mode))

@@ -115,7 +115,6 @@ def onnx_step(
 
     values = {f"params.{name}": w for name, w in weights.items()}
     values |= {f"state.{name}": np.asarray(leaf) for name, leaf in leaves.items()}
-    values = {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in values.items()}
     inputs = {name: Input(x.shape, x.dtype) for name, x in values.items()}
     limits = largest(model, max_len, sizes)
     if is_transformer:

@@ -13,7 +13,7 @@ import safetensors
 
 import xformer
 from xformer.arrays.onnx import Array, Graph, Node, NotExported, Size
-from xformer.files import replacing, write_arrays
+from xformer.files import file_layout, replacing, write_arrays
 
 OPSET, IR_VERSION = 18, 8  # ONNX Runtime reads them since 1.14
 EXTERNAL = 1 << 30  # bytes of weights from which they are in a file of their own; ONNX has 2^31
@@ -102,7 +102,7 @@ def write(
                 proto.graph.initializer.extend(_external(file, weights, files[0].name))
         else:
             proto.graph.initializer.extend(
-                onnx.numpy_helper.from_array(w, name) for name, w in weights.items()
+                onnx.numpy_helper.from_array(file_layout(w), name) for name, w in weights.items()
             )
             if first is not None:
                 write_arrays(first, parts[0], files[0], {KEY: "first values"})
@@ -150,7 +150,7 @@ def _proto(
     used = {name for node in nodes for name in node.inputs}
     used.update(graph.name_of(x) for x in outputs.values())
     constants = [
-        onnx.numpy_helper.from_array(np.ascontiguousarray(c).reshape(c.shape), name)
+        onnx.numpy_helper.from_array(file_layout(c), name)
         for name, c in graph.constants.items()
         if name in used
     ]
@@ -220,7 +220,7 @@ def _external(file: BinaryIO, weights: Mapping[str, np.ndarray], location: str) 
     import onnx
 
     file.write(HEADER)
-    for name, w in weights.items():
+    for name, w in ((name, file_layout(w)) for name, w in weights.items()):
         file.write(bytes(-file.tell() % ALIGNED))
         dtype = onnx.helper.np_dtype_to_tensor_dtype(w.dtype)
         tensor = onnx.TensorProto(name=name, data_type=dtype, dims=w.shape)
@@ -229,5 +229,5 @@ def _external(file: BinaryIO, weights: Mapping[str, np.ndarray], location: str) 
         about = {"location": location, "offset": file.tell(), "length": nbytes}
         for key, value in about.items():
             tensor.external_data.add(key=key, value=str(value))
-        file.write(np.ascontiguousarray(w).data)
+        file.write(w.data)
         yield tensor

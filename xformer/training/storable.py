@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from xformer.backends import Backend
+from xformer.files import file_layout
 
 WHOLE = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 RESERVED = "__metadata__"  # a key of safetensors
@@ -45,9 +46,5 @@ def stored_dtype_name(array: Any) -> str:
 
 
 def on_host(leaves: Mapping[str, Any], backend: Backend) -> dict[str, np.ndarray]:
-    """The leaves as contiguous little-endian NumPy arrays, as a file stores them."""
-    arrays = {name: np.asarray(backend.to_numpy(leaf), order="C") for name, leaf in leaves.items()}
-    return {
-        name: array.astype(array.dtype.newbyteorder("<"), copy=False)
-        for name, array in arrays.items()
-    }
+    """The leaves as NumPy arrays, as a file stores them."""
+    return {name: file_layout(np.asarray(backend.to_numpy(x))) for name, x in leaves.items()}
