@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sentences import BERT, LLAMA, TEXTS, write, write_model
+from test_embed_modules import chain
 
 from xformer import pretrained, tree
 from xformer.backends import Backend
@@ -145,10 +146,15 @@ def test_settings_that_are_refused(tmp_path: Path, changes: dict[str, Any], mess
 
 
 def test_modules_that_are_refused(tmp_path: Path) -> None:
-    modules = [{"type": f"sentence_transformers.models.{k}"} for k in ("Transformer", "Pooling")]
-    write(tmp_path, modules=modules)
-    with pytest.raises(PretrainedError, match="must be Transformer, got Transformer, Pooling"):
-        rank_settings(tmp_path)
+    for modules, message in [
+        (chain("Transformer", "Pooling"), "type must be .*, Transformer, got 'sent.*Pooling'"),
+        (chain("Transformer") * 2, "path must be a folder's name"),
+        ([chain("Transformer")[0] | {"path": "0_Transformer"}], "path must be empty"),
+        ([chain("Transformer")[0] | {"type": "own.Transformer"}], "got 'own.Transformer'"),
+    ]:
+        write(tmp_path, modules=modules)
+        with pytest.raises(PretrainedError, match=message):
+            rank_settings(tmp_path)
     write(tmp_path, modules=[], sentence_bert_config={"transformer_task": "feature-extraction"})
     with pytest.raises(PretrainedError, match="must be Transformer, got "):
         rank_settings(tmp_path)

@@ -11,7 +11,7 @@ import numpy as np
 from xformer.cli.models import opened
 from xformer.cli.parser import Parser
 from xformer.cli.texts import add_options, shown, texts_of, watched
-from xformer.sentences import embed, settings, similarity
+from xformer.sentences import embed, settings, similarity, similarity_name
 from xformer.sentences.embed import POOLINGS
 
 MOST = 20  # texts in a table
@@ -19,7 +19,7 @@ MOST = 20  # texts in a table
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer embed`."""
-    parser.description = "Print the cosine similarities of texts, or their embeddings with --json."
+    parser.description = "Print the similarities of texts, or their embeddings with --json."
     add_options(parser)
     what = f"{', '.join(POOLINGS)} (default: the model's setting)"
     parser.add_argument("--pooling", choices=POOLINGS, metavar="NAME", help=what)
@@ -59,18 +59,20 @@ def run(args: argparse.Namespace) -> int:
         for text, vector in zip(texts, vectors, strict=True):
             print(json.dumps({"text": text, "embedding": numbers(vector)}))
     else:
-        print(table(texts, similarity(vectors)))
+        print(table(texts, similarity(vectors, name=similarity_name(args.model))))
     return 0
 
 
 def table(texts: Sequence[str], similarities: np.ndarray) -> str:
     """The similarities as a table: a row and a column for each text, numbered from 1."""
     width = len(str(len(texts)))
-    heads = [f"{i + 1:>7}" for i in range(len(texts))]
+    cells = [[f"{s:.4f}" for s in row] for row in similarities]
+    wide = max(7, *(len(cell) for row in cells for cell in row))
+    heads = [f"{i + 1:>{wide}}" for i in range(len(texts))]
     lines = [" ".join([" " * width, *heads])]
     for i, text in enumerate(texts):
-        cells = [f"{s:7.4f}" for s in similarities[i]]
-        lines.append(" ".join([f"{i + 1:>{width}}", *cells, f" {shown(text)}"]))
+        own = [f"{cell:>{wide}}" for cell in cells[i]]
+        lines.append(" ".join([f"{i + 1:>{width}}", *own, f" {shown(text)}"]))
     return "\n".join(lines)
 
 

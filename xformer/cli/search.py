@@ -23,6 +23,7 @@ from xformer.sentences import (
     read_index,
     search,
     settings,
+    similarity_name,
     write_index,
 )
 from xformer.sentences.index import require_folder
@@ -71,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         model, params, tokenizer, *_ = loaded
         options |= query | {"batch_size": args.batch}
         vectors = embed(model, params, tokenizer, queries, **options)
-    for text, hits in zip(queries, search(index, args.folder, vectors, top=args.top), strict=True):
+    how: Any = {"top": args.top, "similarity_name": similarity_name(args.model)}
+    for text, hits in zip(queries, search(index, args.folder, vectors, **how), strict=True):
         if len(queries) > 1 and not args.json:
             print(shown(text))
         for hit in hits:

@@ -13,7 +13,7 @@ from xformer.sentences.index import Index, read_index, write_index
 from xformer.sentences.rank import Ranked, rank
 from xformer.sentences.rank_settings import RankSettings, rank_settings
 from xformer.sentences.search import Hit, make_index, search
-from xformer.sentences.settings import Settings, prompts, settings
+from xformer.sentences.settings import Settings, prompts, settings, similarity_name
 from xformer.sentences.splade import SpladeSettings, splade, splade_settings
 from xformer.sentences.tag import Tag, tag
 
@@ -41,6 +41,7 @@ __all__ = [
     "search",
     "settings",
     "similarity",
+    "similarity_name",
     "splade",
     "splade_settings",
     "tag",

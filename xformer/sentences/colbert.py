@@ -30,11 +30,10 @@ from xformer.sentences.batches import (
     warn_of_cuts,
 )
 from xformer.sentences.dense import Dense, dense, maps_like, read_dense, read_linear, width_after
-from xformer.sentences.settings import MODULES, WHOLE, read_max_len, read_modules
+from xformer.sentences.settings import METADATA, MODULES, WHOLE, read_max_len, read_modules
 from xformer.typing import Array
 
 CHAIN, WANTED = "Transformer( Dense)+", "Transformer and one Dense or more"
-METADATA = "artifact.metadata"
 QUERY_LEN = 32  # tokens, of a query without another setting
 
 
@@ -155,7 +154,8 @@ def _of_pylate(root: Path, query: bool) -> ColbertSettings:
     _, paths = read_modules(root / MODULES, CHAIN, WANTED)
     modules = tuple(read_dense(root / path, "token_embeddings") for path in paths[1:])
     c = Config(read_json(root / WHOLE), str(root / WHOLE))
-    c.ignore("__version__", "similarity_fn_name", "requirements", "default_prompt_name")
+    c.ignore("__version__", "requirements", "default_prompt_name")
+    c.only("similarity_fn_name", "MaxSim")
     c.only("model_type", "ColBERT")
     c.only("prompts", {}, {"query": "", "document": ""})
     markers = [c.text(f"{role}_prefix", default="") for role in ("query", "document")]

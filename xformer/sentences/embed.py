@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.checks import require_one_of, require_sizes
@@ -14,6 +15,7 @@ from xformer.compiling import Forward
 from xformer.layers import pooling as layers_pooling
 from xformer.sentences.batches import KEPT, Progress, by_batch, require_language_model
 from xformer.sentences.dense import Dense, dense, maps_like, width_after
+from xformer.sentences.settings import SIMILARITIES
 from xformer.typing import Array
 
 ALIASES = {"cls": "first"}
@@ -131,17 +133,36 @@ def _vectors(
     return Forward(vectors)
 
 
-def similarity(a: Array, b: Array | None = None) -> Array:
-    """The cosine similarities (N, M) of vectors a (N, D) and b (M, D); 0 for a zero vector.
+def similarity(a: Array, b: Array | None = None, *, name: str = "cosine") -> Array:
+    """The similarities (N, M) of vectors a (N, D) and b (M, D).
 
-    b: None: a. ValueError for other shapes.
+    b: None: a
+    name: `similarity_name(folder)` has the one that a model was trained with
+        - "cosine": 0 for a zero vector
+        - "dot": the inner product
+        - "euclidean", "manhattan": the negative distance, the root of the sum of squares or the sum
+          of absolute values of a - b
+
+    ValueError for other shapes and another name.
     """
+    require_one_of("similarity: name", name, SIMILARITIES["SentenceTransformer"])
     b = a if b is None else b
-    for name, vectors in (("a", a), ("b", b)):
+    for which, vectors in (("a", a), ("b", b)):
         if vectors.ndim != 2 or vectors.shape[1] != a.shape[-1]:
-            wanted = "(N, D)" if name == "a" else f"(M, {a.shape[1]})"
+            wanted = "(N, D)" if which == "a" else f"(M, {a.shape[1]})"
             raise ValueError(
-                f"similarity: {name} must be {wanted}, got shape {tuple(vectors.shape)}"
+                f"similarity: {which} must be {wanted}, got shape {tuple(vectors.shape)}"
             )
-    cosines: Array = ops.l2_normalize(a)[0] @ ops.l2_normalize(b)[0].mT
-    return cosines
+    if name == "cosine":
+        a, b = ops.l2_normalize(a)[0], ops.l2_normalize(b)[0]
+    if name in ("cosine", "dot"):
+        products: Array = a @ b.mT
+        return products
+    xp = array_namespace(a)
+    rows = []
+    for i in range(a.shape[0]):  # all at once would need N M D numbers
+        gaps = xp.abs(b - a[i : i + 1, :])
+        far = xp.sum(gaps, axis=1) if name == "manhattan" else xp.sqrt(xp.sum(gaps**2, axis=1))
+        rows.append(-far)
+    distances: Array = xp.stack(rows) if rows else a @ b.mT
+    return distances

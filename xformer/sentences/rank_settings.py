@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xformer.pretrained.config import Config
-from xformer.pretrained.reading import PretrainedError, read_json, read_json_list
-from xformer.sentences.settings import MODULES, WHOLE, prompts_of, read_max_len
+from xformer.pretrained.reading import read_json
+from xformer.sentences.settings import MODULES, WHOLE, prompts_of, read_max_len, read_modules
 
 ACTIVATIONS = ("sigmoid", "identity")
 CLASSES = {  # of torch
     **dict.fromkeys(("torch.nn.Sigmoid", "torch.nn.modules.activation.Sigmoid"), "sigmoid"),
     **dict.fromkeys(("torch.nn.Identity", "torch.nn.modules.linear.Identity"), "identity"),
 }
+CHAIN = "Transformer"
 KEY, OLD_KEY = "sentence_transformers", "sbert_ce_default_activation_function"  # of config.json
 
 
@@ -36,8 +37,8 @@ def rank_settings(folder: str | os.PathLike[str]) -> RankSettings:
     root = Path(folder)
     activation, prompt = _whole(root / WHOLE) if os.path.lexists(root / WHOLE) else (None, "")
     if os.path.lexists(root / MODULES):
-        _require_transformer_alone(root / MODULES)
-    max_len = read_max_len(root, task="sequence-classification", output="scores")
+        read_modules(root / MODULES, CHAIN, CHAIN)
+    max_len = read_max_len(root, "sequence-classification")
     return RankSettings(activation, max_len, prompt)
 
 
@@ -48,7 +49,7 @@ def activation_of(config: Mapping[str, Any]) -> str | None:
     """
     c = Config(dict(config), "config.json")
     part = c.sub(KEY)
-    if part is not None and part.data.get("activation_fn") is not None:
+    if part is not None and "activation_fn" in part.data:
         return _activation(part, "activation_fn")
     return _activation(c, OLD_KEY)
 
@@ -67,14 +68,3 @@ def _whole(path: Path) -> tuple[str | None, str]:
     known, name = prompts_of(c)
     c.finish()
     return activation, "" if name is None else known[name]
-
-
-def _require_transformer_alone(path: Path) -> None:
-    kinds = [
-        str(entry.get("type")).rpartition(".")[2] if isinstance(entry, dict) else repr(entry)
-        for entry in read_json_list(path)
-    ]
-    if kinds != ["Transformer"]:
-        raise PretrainedError(
-            f"{path}: modules of a cross-encoder must be Transformer, got {', '.join(kinds):.100}"
-        )

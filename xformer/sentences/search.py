@@ -23,7 +23,7 @@ DOCUMENT = ("document", "passage", "corpus")  # names of a prompt before passage
 class Hit(NamedTuple):
     """A passage that was found."""
 
-    score: float  # cosine similarity
+    score: float  # the similarity to the query
     file: str  # path in the folder, with "/"
     line: int  # from 1
     text: str
@@ -104,17 +104,23 @@ def make_index(
 
 
 def search(
-    index: Index, folder: str | os.PathLike[str], vectors: np.ndarray, *, top: int = 5
+    index: Index,
+    folder: str | os.PathLike[str],
+    vectors: np.ndarray,
+    *,
+    top: int = 5,
+    similarity_name: str = "cosine",
 ) -> list[list[Hit]]:
     """The passages that are most similar to each vector (Q, D), the most similar first.
 
     folder: of the index, whose texts have not changed since it was made
     top: the most hits of a query
+    similarity_name: of `similarity`; `similarity_name(model_folder)` has the model's
     """
     (top,) = require_sizes("search", 1, top=top)
     names, texts = list(index.files), dict[int, str]()
     hits: list[list[Hit]] = []
-    for row in similarity(vectors.astype(np.float32), index.vectors):
+    for row in similarity(vectors.astype(np.float32), index.vectors, name=similarity_name):
         hits.append([])
         for i in np.argsort(-row, kind="stable")[:top]:
             number, line, start, end = index.passages[i].tolist()

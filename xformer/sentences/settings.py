@@ -12,15 +12,21 @@ from typing import Any, NamedTuple
 
 from xformer.checks import require_one_of
 from xformer.pretrained.config import MAX, Config
+from xformer.pretrained.files import WEIGHTS
 from xformer.pretrained.reading import PretrainedError, read_json, read_json_list
 from xformer.sentences.dense import Dense, read_dense
 
 LIBRARIES = ("sentence_transformers", "pylate")
 MODULES, WHOLE = "modules.json", "config_sentence_transformers.json"
-LENGTHS = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert"))
+LENGTHS = tuple(  # the first of them that is there is read
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+METADATA = "artifact.metadata"  # of ColBERT itself
 TOKENIZER, TOKENIZER_LIMIT = "tokenizer_config.json", 16 << 20
 CHAIN = "Transformer Pooling( Dense)*( Normalize)?"
 WANTED = "Transformer, Pooling, perhaps some Dense, perhaps Normalize"
+MODULE_FOLDER = r"\w[\w.-]*"
 
 POOLINGS = {  # sentence-transformers -> xformer
     "cls": "first",
@@ -30,6 +36,20 @@ POOLINGS = {  # sentence-transformers -> xformer
     "weightedmean": "weighted_mean",
     "lasttoken": "last",
 }
+SIMILARITIES = {  # model_type -> the similarities that it may have, the default first
+    "SentenceTransformer": ("cosine", "dot", "euclidean", "manhattan"),
+    "SparseEncoder": ("dot",),
+}
+OUTPUTS = {  # task of the Transformer -> what it passes on, and the output of the model that it is
+    "feature-extraction": ("token_embeddings", "last_hidden_state"),
+    "fill-mask": ("token_embeddings", "logits"),
+    "sequence-classification": ("scores", "logits"),
+}
+# Arguments of transformers and of the tokenizer, in old and new names.
+ARGUMENTS = (
+    *("model_args", "tokenizer_args", "config_args"),
+    *("model_kwargs", "processor_kwargs", "config_kwargs", "processing_kwargs"),
+)
 FLAGS = {  # of versions before 6
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -85,7 +105,34 @@ def prompts(folder: str | os.PathLike[str]) -> dict[str, str]:
 
     PretrainedError for a damaged file.
     """
-    return _prompts(Path(folder) / WHOLE)[0]
+    return _whole(Path(folder) / WHOLE).prompts
+
+
+def similarity_name(folder: str | os.PathLike[str]) -> str:
+    """The name of the function of `similarity` that a model's vectors are compared with.
+
+    It is similarity_fn_name of config_sentence_transformers.json, else "cosine".
+
+    PretrainedError for a damaged file, and for another function than "cosine", "dot", "euclidean"
+    and "manhattan".
+    """
+    return _whole(Path(folder) / WHOLE).similarity
+
+
+def settings_files(folder: str | os.PathLike[str]) -> list[str]:
+    """The paths of the files in a model's folder that settings are read from, with "/".
+
+    They are the files of sentence-transformers, with its modules' folders, and of ColBERT.
+    PretrainedError for a damaged modules.json.
+    """
+    root = Path(folder)
+    names = [MODULES, WHOLE, *LENGTHS, METADATA]
+    entries = read_json_list(root / MODULES) if os.path.lexists(root / MODULES) else []
+    for entry in entries:
+        path = entry.get("path") if isinstance(entry, dict) else None
+        if isinstance(path, str) and re.fullmatch(MODULE_FOLDER, path):
+            names += [f"{path}/config.json", f"{path}/{WEIGHTS}"]
+    return [name for name in names if os.path.lexists(root / name)]
 
 
 def read_modules(path: Path, chain: str, wanted: str) -> tuple[list[str], list[str]]:
@@ -103,7 +150,7 @@ def read_modules(path: Path, chain: str, wanted: str) -> tuple[list[str], list[s
         c.ignore("idx", "name", "kwargs")
         kind, folder = c.text("type"), c.text("path")
         c.finish()
-        if not re.fullmatch(r"\w[\w.-]*" if i else "", folder):
+        if not re.fullmatch(MODULE_FOLDER if i else "", folder):
             raise c.refused("path", "a folder's name" if i else "empty")
         module, _, name = kind.rpartition(".")
         if module.partition(".")[0] not in LIBRARIES or name not in kinds:
@@ -142,9 +189,17 @@ def _require_plain(path: Path) -> None:
         c.finish()
 
 
+class Whole(NamedTuple):
+    """config_sentence_transformers.json."""
+
+    prompts: dict[str, str]
+    default: str | None  # the name of the default prompt; None: no prompt
+    similarity: str
+
+
 def read_prompt(root: Path, name: str | None, kind: str = "SentenceTransformer") -> str:
     """The prompt called `name` in a model's folder; None: the default one. kind: the model_type."""
-    known, default = _prompts(root / WHOLE, kind)
+    known, default, _ = _whole(root / WHOLE, kind)
     if name is not None:
         if not known:
             raise ValueError(f"settings: {root} has no prompts, got prompt_name {name!r}")
@@ -153,14 +208,14 @@ def read_prompt(root: Path, name: str | None, kind: str = "SentenceTransformer")
     return "" if name is None else known[name]
 
 
-def _prompts(path: Path, kind: str = "SentenceTransformer") -> tuple[dict[str, str], str | None]:
-    """The named prompts, and the name of the default one; None: no prompt."""
+def _whole(path: Path, kind: str = "SentenceTransformer") -> Whole:
+    names = SIMILARITIES[kind]
     if not os.path.lexists(path):
-        return {}, None
+        return Whole({}, None, names[0])
     c = Config(read_json(path), str(path))
-    c.ignore("__version__", "similarity_fn_name", "requirements")
+    c.ignore("__version__", "requirements")
     c.only("model_type", kind)
-    found = prompts_of(c)
+    found = Whole(*prompts_of(c), c.text("similarity_fn_name", choices=names, default=names[0]))
     c.finish()
     return found
 
@@ -174,28 +229,43 @@ def prompts_of(c: Config) -> tuple[dict[str, str], str | None]:
     return known, default
 
 
-def read_max_len(
-    root: Path, task: str = "feature-extraction", *, output: str = "token_embeddings"
-) -> int | None:
-    """The most tokens of a text; None if no file has it.
-
-    task, output: the values that transformer_task and module_output_name must have
-    """
+def read_max_len(root: Path, task: str = "feature-extraction") -> int | None:
+    """The most tokens of a text; None if no file has it. task: what transformer_task must be."""
     for name in LENGTHS:
-        if os.path.lexists(root / name):
-            c = Config(read_json(root / name), str(root / name))
+        data = read_json(root / name) if os.path.lexists(root / name) else {}
+        if data:
+            c = Config(data, str(root / name))
             c.only("do_lower_case", False)
             c.only("transformer_task", task)
-            c.only("module_output_name", output)
-            c.ignore("modality_config", "unpad_inputs")
+            c.only("module_output_name", OUTPUTS[task][0])
+            _require_text(c, OUTPUTS[task][1])
+            for key in ARGUMENTS:
+                c.only(key, {})
+            c.ignore("unpad_inputs")
             length = c.integer("max_seq_length", low=1, default=None)
             c.finish()
             if length is not None:
                 return int(length)
+            break
     if not os.path.lexists(root / TOKENIZER):
         return None
     known = read_json(root / TOKENIZER, TOKENIZER_LIMIT)
     return _usable(known.get("model_max_length", known.get("max_len")))  # of version 2
+
+
+def _require_text(c: Config, output: str) -> None:
+    """PretrainedError unless texts are given to the model as they are. output: of the model."""
+    kinds = c.sub("modality_config")
+    if kinds is None:
+        return
+    if "message" in kinds:  # sentence-transformers puts all texts into a chat template then
+        raise kinds.refused("message", "absent: texts in a chat template are not supported")
+    text = kinds.sub("text")
+    if text is None:
+        raise c.refused("modality_config", "an object with text")
+    text.only("method", "forward")
+    text.only("method_output_name", output, [output])
+    kinds.ignore(*kinds.data)
 
 
 def _usable(length: Any) -> int | None:
