@@ -40,7 +40,9 @@ DENSE = {"in_features": 12, "out_features": 7, "activation_function": "torch.nn.
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_longest_text_is_read_from_every_name(kind: str, tmp_path: Path) -> None:
-    folder = write_sentences(tmp_path, {"pooling_mode": "mean"})
+    folder = write_sentences(tmp_path, {})
+    old = {"word_embedding_dimension": 12, "pooling_mode_mean_tokens": True}
+    write(folder, **{"1_Pooling__config": old})  # sentence-transformers 5 reads it too
     long = (folder / LENGTHS[0]).rename(folder / f"sentence_{kind}_config.json")
     long.write_text('{"max_seq_length": 5, "do_lower_case": false}')
     assert settings(folder).max_len == 5
