@@ -85,6 +85,7 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     **{n: lambda xp, x, n=n: getattr(xp, n)(x) for n in ("exp", "tanh", "sin", "cos")},
     **{n: lambda xp, x, n=n: getattr(xp, n)(x) for n in ("abs", "floor", "negative")},
     **{n: lambda xp, x, n=n: getattr(xp, n)(xp.abs(x)) for n in ("log", "sqrt")},
+    "log1p": lambda xp, x: xp.log1p(xp.abs(x)) + xp.log1p(x * 1e-14),
     "isfinite": lambda xp, x: xp.isfinite(xp.log(x)) | xp.isfinite(x),
     "add": lambda xp, x: 1 + x + x,
     "subtract": lambda xp, x: 1 - x - x * 0.5,

@@ -236,6 +236,7 @@ ELEMENTWISE: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] =
     "exp": (lambda xp, x: xp.exp(x), np.exp),
     "log": (lambda xp, x: xp.log(x), lambda x: 1 / x),
     "sqrt": (lambda xp, x: xp.sqrt(x), lambda x: 0.5 / np.sqrt(x)),
+    "log1p": (lambda xp, x: xp.log1p(x), lambda x: 1 / (1 + x)),
     "tanh": (lambda xp, x: xp.tanh(x), lambda x: 1 - np.tanh(x) ** 2),
     "sin": (lambda xp, x: xp.sin(x), np.cos),
     "cos": (lambda xp, x: xp.cos(x), lambda x: -np.sin(x)),

@@ -14,7 +14,7 @@ from xformer.pretrained.reading import PretrainedError
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.sentences import SpladeSettings, splade, splade_settings
 
-TOLERANCE = 1e-12  # of float64: log(1 + x) for log1p(x)
+TOLERANCE = 1e-12  # of float64
 MLM = BERT | {"architectures": ["BertForMaskedLM"]}
 MODULES = "sentence_transformers.sparse_encoder.models"
 

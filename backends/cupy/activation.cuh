@@ -68,14 +68,14 @@ __device__ __forceinline__ real d_gelu(real x) {
 }
 
 __device__ __forceinline__ real phi_tanh(real x) {
-    return real(0.5) * (1 + tanh(SCALE * x * (1 + CUBIC * x * x)));
+    return stable_sigmoid(2 * SCALE * x * (1 + CUBIC * x * x));
 }
 __device__ __forceinline__ real act_gelu_tanh(real x) {
     return at_least(x, -FAR_GELU) * phi_tanh(clip(x, -FAR_GELU, FAR_GELU));
 }
 __device__ __forceinline__ real d_gelu_tanh(real x) {
     x = clip(x, -FAR_GELU, FAR_GELU);
-    const real phi = phi_tanh(x);  // (1 + t) / 2, so 1 - t^2 = 4 phi (1 - phi)
+    const real phi = phi_tanh(x);
     return phi + x * 2 * phi * (1 - phi) * SCALE * (1 + 3 * CUBIC * x * x);
 }
 

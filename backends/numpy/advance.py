@@ -190,10 +190,7 @@ def _activated(x: Array, name: str) -> Array:
     if name == "silu":
         return x / (1 + np.exp(-x))
     if name == "gelu_tanh":
-        y = np.tanh(SCALE * x * (1 + CUBIC * (x * x)))
-        y += 1
-        y *= 0.5 * x
-        return y
+        return x / (1 + np.exp(-2 * SCALE * x * (1 + CUBIC * (x * x))))
     return ACTIVATIONS[name](x)[0]
 
 

@@ -220,7 +220,10 @@ def _of_numbers(name: str) -> Callable[..., Any] | None:
     """MPFR's function of single numbers for a name of the array API; None: NumPy has it."""
     gmpy2 = _gmpy2()
     of_one = {
-        **{name: getattr(gmpy2, name) for name in ("exp", "log", "sqrt", "tanh", "sin", "cos")},
+        **{
+            name: getattr(gmpy2, name)
+            for name in ("exp", "log", "log1p", "sqrt", "tanh", "sin", "cos")
+        },
         "sign": lambda x: gmpy2.mpfr(gmpy2.sign(x)),
         "isfinite": gmpy2.is_finite,
         "isnan": gmpy2.is_nan,

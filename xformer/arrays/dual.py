@@ -299,6 +299,9 @@ class _Namespace:
     def log(self, x: Any, /) -> Any:
         return self._chain("log", x, lambda xp, x, y: 1 / x)
 
+    def log1p(self, x: Any, /) -> Any:
+        return self._chain("log1p", x, lambda xp, x, y: 1 / (1 + x))
+
     def sqrt(self, x: Any, /) -> Any:
         return self._chain("sqrt", x, lambda xp, x, y: 0.5 / y)
 

@@ -44,6 +44,7 @@ FUNCTIONS = (
         "isdtype",
         "isfinite",
         "log",
+        "log1p",
         "matrix_transpose",
     ),
     *("max", "maximum", "mean", "minimum", "ones", "ones_like", "permute_dims", "reshape", "roll"),

@@ -136,6 +136,14 @@ remainder = _binary("remainder", "Mod")  # of integers, with the sign of y
 
 
 @_folded
+def log1p(x: Array, /) -> Array:
+    """log(u) x / (u - 1) with u = 1 + x, which is rounded: its error cancels. x where u is 1."""
+    u = 1 + x
+    is_one = equal(u, 1)
+    return where(is_one, x, log(u) * x / where(is_one, 1.0, u - 1))
+
+
+@_folded
 def cos(x: Array, /) -> Array:
     """By the sine: ONNX Runtime has no cosine of float64."""
     return sin(x + pi / 2) if x.dtype == float64 else _need(x).emit("Cos", [x], x.dtype, x.shape)

@@ -57,7 +57,7 @@ class SpladeCache(NamedTuple):
         high = xp.maximum(self.x, 0.0)
         slope = 1 / (1 + high)
         if self.saturation == "log_log":
-            slope = slope / (1 + xp.log(1 + high))
+            slope = slope / (1 + xp.log1p(high))
         slope = xp.where(self.x > 0, slope, 0.0)
         dx: Array = (
             self.pool.backward(dy * slope) if self.is_pooled else (self.pool.backward(dy) * slope)
@@ -67,5 +67,5 @@ class SpladeCache(NamedTuple):
 
 def _saturated(x: Array, saturation: str) -> Array:
     xp = array_namespace(x)
-    y = xp.log(1 + xp.maximum(x, 0.0))
-    return xp.log(1 + y) if saturation == "log_log" else y
+    y = xp.log1p(xp.maximum(x, 0.0))
+    return xp.log1p(y) if saturation == "log_log" else y

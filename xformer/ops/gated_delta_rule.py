@@ -227,13 +227,14 @@ def _chunked(
     step = xp.arange(chunk_len, device=device(v))
     is_lower = step[:, None] >= step
     lower = xp.astype(is_lower, v.dtype)
-    total = lower @ log_decay  # (..., C, 1), of the steps from the start of the chunk
-    # Above the diagonal the difference is positive, and exp could overflow.
-    decay = xp.where(is_lower, xp.exp(xp.where(is_lower, total - total.mT, 0.0)), 0.0)
     below = lower - xp.eye(chunk_len, dtype=v.dtype, device=device(v))
+    # Of the steps after s until t. A difference of two sums from the start of the chunk would lose
+    # the digits of slow steps after fast ones.
+    between = lower @ (below * log_decay)  # (..., C, C), 0 above the diagonal
+    decay = xp.where(is_lower, xp.exp(between), 0.0)
     inverse = _unit_lower_inverse(beta * decay * (k @ k.mT) * below)
-    to_end = xp.exp(total[..., -1:, :] - total)
-    return _Chunks(q, k, v, beta, decay, xp.exp(total), to_end, inverse, lower, scale)
+    from_start, to_end = xp.exp(lower @ log_decay), xp.exp(between[..., -1:, :].mT)
+    return _Chunks(q, k, v, beta, decay, from_start, to_end, inverse, lower, scale)
 
 
 def _unit_lower_inverse(a: Array) -> Array:

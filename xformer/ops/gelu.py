@@ -11,6 +11,7 @@ from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.ops._pointwise import clip
+from xformer.ops.sigmoid import stable_sigmoid
 from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
@@ -26,7 +27,8 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
     """y = x * Phi(x), with Phi the normal distribution function (arXiv:1606.08415).
 
     approximate="none": Phi(x) = (1 + erf(x / sqrt(2))) / 2.
-    approximate="tanh": Phi(x) = (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) / 2.
+    approximate="tanh": Phi(x) = (1 + tanh(u)) / 2 = sigmoid(2 u),
+        u = sqrt(2/pi) * (x + 0.044715 x^3).
 
     x, y: any shape. ValueError for another `approximate`. Derivation: docs/derivations/gelu.md
     """
@@ -52,7 +54,7 @@ class GeluCache(NamedTuple):
         phi = _phi(x, self.approximate)
         if self.approximate == "none":
             density = xp.exp(-0.5 * x**2) / math.sqrt(2 * math.pi)
-        else:  # Phi = (1 + t) / 2, so 1 - t^2 = 4 Phi (1 - Phi)
+        else:  # of the sigmoid: Phi (1 - Phi) times the derivative of its argument
             density = 2 * phi * (1 - phi) * SCALE * (1 + 3 * CUBIC * x**2)
         return dy * (phi + x * density)
 
@@ -60,4 +62,4 @@ class GeluCache(NamedTuple):
 def _phi(x: Array, approximate: str) -> Array:
     if approximate == "none":
         return 0.5 * (1 + ops.erf(x / math.sqrt(2))[0])
-    return 0.5 * (1 + array_namespace(x).tanh(SCALE * x * (1 + CUBIC * x**2)))
+    return stable_sigmoid(2 * SCALE * x * (1 + CUBIC * x**2))

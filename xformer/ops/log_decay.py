@@ -26,7 +26,7 @@ def log_decay(x: Array, log_rate: Array) -> tuple[Array, LogDecayCache]:
     ValueError if shapes do not fit. Derivation: docs/derivations/log_decay.md
     """
     xp = array_namespace(x)
-    softplus = xp.maximum(x, 0.0) + xp.log(1 + xp.exp(-xp.abs(x)))
+    softplus = xp.maximum(x, 0.0) + xp.log1p(xp.exp(-xp.abs(x)))
     y = -xp.exp(log_rate) * softplus
     return y, LogDecayCache(x, y, log_rate)
 

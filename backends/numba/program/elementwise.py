@@ -28,14 +28,14 @@ CODES = {
         (
             *("add", "subtract", "multiply", "divide", "maximum", "minimum"),
             *("negative", "abs", "exp", "log", "sqrt", "square", "tanh", "copy"),
-            *("cos", "sin", "pow"),
+            *("cos", "sin", "pow", "log1p"),
         )
     )
 }
 ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM, NEGATIVE, ABS, EXP, LOG, SQRT, SQUARE, TANH = (
     range(13)
 )
-COS, SIN, POW = 14, 15, 16
+COS, SIN, POW, LOG1P = 14, 15, 16, 17
 LINE, BLOCK = 16, 1024  # elements: of a cache line; that are computed at once
 NUMBERS = 1 + 4 * AXES  # words of `spec`: code of the function, sizes, strides of y, x1, x2
 
@@ -228,6 +228,9 @@ def _block(code: int, y: Any, x: Any, z: Any) -> None:
     elif code == POW:
         for j in range(n):
             y[j] = math.pow(x[j], z[j])
+    elif code == LOG1P:
+        for j in range(n):
+            y[j] = math.log1p(x[j])
     else:
         for j in range(n):
             y[j] = x[j]
