@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import re
 import shlex
 import shutil
@@ -284,13 +285,26 @@ def test_settings_of_sentences_are_kept() -> None:
 
 def test_settings_of_splade_and_colbert_are_kept() -> None:
     base = folder("masked")
-    names = ["sentence_roberta_config.json", "1_SpladePooling/config.json", "1_Dense/config.json"]
-    for name in (*names, "1_Dense/model.safetensors"):
+    kinds = {"1_SpladePooling": "SpladePooling", "7_Projection": "Dense"}
+    modules = [{"path": path, "type": f"own.{kind}"} for path, kind in kinds.items()]
+    names = ["sentence_roberta_config.json", "sentence_xlnet_config.json", "artifact.metadata"]
+    names += [f"{path}/config.json" for path in kinds] + ["7_Projection/model.safetensors"]
+    for name in names:
         (base / name).parent.mkdir(exist_ok=True)
         (base / name).write_text(name)
+    (base / "modules.json").write_text(json.dumps(modules))
     assert main(command("masked")) == 0
-    for name in (*names, "1_Dense/model.safetensors"):
+    for name in names:
         assert Path("new", name).read_text() == name
+
+
+def test_a_damaged_list_of_modules_is_found_before_training(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder("masked") / "modules.json").write_text("[")
+    assert main(command("masked")) == 1
+    assert "modules.json: is no valid JSON" in capsys.readouterr().err
+    assert names("new") == []
 
 
 def test_another_tokenizer() -> None:

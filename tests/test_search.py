@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from sentences import BERT, write, write_model
+from test_embed_modules import chain, write_dense
 from truths import minilm
 
 from xformer import pretrained
 from xformer.cli import main
 from xformer.cli.search import INDEX
+from xformer.pretrained.files import open_tensors
 from xformer.pretrained.reading import PretrainedError
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.sentences import (
@@ -34,7 +37,7 @@ from xformer.sentences import (
     similarity,
     write_index,
 )
-from xformer.sentences.index import texts_in
+from xformer.sentences.index import Stamp, texts_in
 from xformer.sentences.passages import passages
 
 SEARCH = sys.modules["xformer.sentences.search"]  # the package has a function of this name
@@ -296,16 +299,145 @@ def made(**changes: Any) -> Index:
         ),
         (made(files={"a.txt": (1, -2, "0")}), "a.txt must be a time, a size and a digest"),
         (made(files={"a.txt": (1, "0")}), "a.txt must be a time, a size and a digest"),
+        (made(model={"a.txt": (0.5, 1, "0")}), "a.txt must be a time, a size and a digest"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
-def test_a_damaged_index_is_refused(index: Index, message: str, tmp_path: Path) -> None:
+def test_a_damaged_index_is_refused(
+    index: Index, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the reader, and before it is written."""
     path = tmp_path / "index"
     write_index(made(), path)
     assert np.array_equal(read_index(path).passages, made().passages)
-    write_index(index, path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        write_index(index, path)
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
+    with monkeypatch.context() as patch:
+        patch.setattr("xformer.sentences.index._described", lambda *_: made())
+        write_index(index, path)
     with pytest.raises(PretrainedError, match=message):
         read_index(path)
+
+
+def require_read(index: Index, path: Path) -> None:
+    """What is written is read back."""
+    write_index(index, path)
+    back = read_index(path)
+    assert back.files == index.files and list(back.files) == list(index.files)
+    assert back.model == index.model and back.options == index.options
+    for name in ("vectors", "passages"):
+        got, want = getattr(back, name), getattr(index, name)
+        assert got.dtype == want.dtype.newbyteorder("=") and np.array_equal(got, want)
+
+
+@some
+@given(data=st.data())
+def test_what_is_written_can_be_read(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Times before 1970 and after 2116, names of any bytes, any options, any layout of memory."""
+    stamp = st.builds(Stamp, st.integers(-(1 << 70), 1 << 70), st.integers(0, 1 << 80), st.text())
+    names = st.text(st.characters(codec=None), max_size=300)
+    value = st.text() | st.booleans() | st.integers(-9, 9) | st.lists(st.text(), max_size=2)
+    layout: Any = data.draw(st.sampled_from([np.asarray, np.asfortranarray, lambda x: x[::-1]]))
+    vectors = np.asarray([[0.5, -2.0, 3.0], [1e-40, 7.0, 3e38]], np.float32)
+    vectors = layout(vectors).astype(data.draw(st.sampled_from(["<f4", ">f4"])))
+    index = made(
+        vectors=vectors,
+        passages=np.asfortranarray(made().passages),
+        files=data.draw(st.dictionaries(names, stamp, min_size=1, max_size=3)),
+        model=data.draw(st.dictionaries(names, stamp, max_size=3)),
+        options=data.draw(st.dictionaries(st.text(), value, max_size=3)),
+    )
+    require_read(index, tmp_path_factory.mktemp("written") / "index")
+
+
+@pytest.mark.parametrize("year", [1901, 1969, 2117, 2400])
+def test_texts_and_models_of_any_time(
+    year: int, model_folder: Path, notes: Path, tmp_path: Path, embedded: list[str]
+) -> None:
+    time = round((year - 1970) * 31_556_952) * 10**9 + 123_456_789
+    os.utime(notes / "a.txt", ns=(time, time))
+    own = tmp_path / "model"
+    shutil.copytree(model_folder, own)
+    os.utime(own / "config.json", ns=(time, time))
+    index = indexed(own, notes)
+    stored = (notes / "a.txt").stat().st_mtime_ns
+    assert index.files["a.txt"].mtime == stored and (stored < 0) == (year < 1970)
+    require_read(index, tmp_path / "index")
+    embedded.clear()
+    indexed(own, notes, read_index(tmp_path / "index"))
+    assert embedded == []
+
+
+def test_names_of_any_bytes(said: Any, notes: Path) -> None:
+    path = notes / os.fsdecode(b"no\xff.txt")
+    try:
+        path.write_text("a very good dog")
+    except OSError:
+        pytest.skip("the file system has names of Unicode only")
+    for _ in range(2):
+        status, out, err = said("a good dog", "-k", "9", "--json")
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert (status, err) == (0, "") and [row["file"] for row in rows].count(str(path)) == 1
+
+
+def test_only_the_files_of_a_model_count(
+    model_folder: Path, notes: Path, tmp_path: Path, embedded: list[str]
+) -> None:
+    own = tmp_path / "model"
+    shutil.copytree(model_folder, own)
+    write_dense(own / "2_Dense", (12, 12), "torch.nn.Tanh")
+    write(own, modules=chain("Transformer", "Pooling", "Dense"), **{"1_Pooling__config": {}})
+    (own / "model.spm.model").write_bytes(b"0")
+    index = indexed(own, notes)
+    assert set(index.model) == {
+        *("config.json", "model.safetensors", "tokenizer.json", "model.spm.model"),
+        *("modules.json", "config_sentence_transformers.json"),
+        *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
+    }
+    for name in ("notes/today.txt", "todo.txt", "other.safetensors", "logs/run.json", "x.json"):
+        (own / name).parent.mkdir(exist_ok=True)
+        (own / name).write_text("{}")
+    write(own, generation_config={"max_length": 3})
+    embedded.clear()
+    assert indexed(own, notes, index).model == index.model and embedded == []
+    for name in index.model:
+        before = (own / name).read_bytes()
+        data = before.replace(b"}", b" }", 1) if name.endswith(".json") else before + b" "
+        if name.endswith(".safetensors"):
+            data = before[:-1] + bytes([before[-1] ^ 1])
+        (own / name).write_bytes(data)
+        with pytest.raises(ValueError, match="the index was made with another model"):
+            indexed(own, notes, index)
+        (own / name).write_bytes(before)
+
+
+def test_shards_of_a_model_count(model_folder: Path, notes: Path, tmp_path: Path) -> None:
+    own = tmp_path / "model"
+    shutil.copytree(model_folder, own)
+    (own / "model.safetensors").rename(own / "part.safetensors")
+    names = open_tensors(model_folder).names()
+    (own / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "part.safetensors")})
+    )
+    files = {"part.safetensors", "model.safetensors.index.json"}
+    assert indexed(own, notes).model.keys() >= files
+
+
+def test_of_another_tokenizer_only_its_files_count(
+    model_folder: Path, notes: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model_folder, other)
+    options: Any = {"model_folder": model_folder, "options": settings(model_folder)._asdict()}
+    for where in (other, other / "tokenizer.json"):
+        own = (*pretrained.load(model_folder), tokenizer(where))
+        index = make_index(*own, notes, **options)
+        beside = [name for name in index.model if name.startswith("tokenizer/")]
+        assert beside == ["tokenizer/tokenizer.json"]
 
 
 def test_another_file_is_refused(model_folder: Path, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from sentences import BERT, TEXTS, write, write_model
-from test_embed_modules import chain, judged, write_dense, write_sentences
+from test_embed_modules import PROMPTS, chain, judged, write_dense, write_sentences
 
-from xformer import pretrained
+from xformer import finetune, pretrained, tree
 from xformer.cli import main
 from xformer.pretrained.reading import PretrainedError
 from xformer.pretrained.tokenizer import tokenizer
@@ -21,6 +21,7 @@ from xformer.sentences import (
     Settings,
     colbert_settings,
     embed,
+    prompts,
     rank_settings,
     settings,
     similarity,
@@ -374,3 +375,52 @@ def test_a_chat_template_is_not_left_out_in_silence(tmp_path: Path) -> None:
     judge.SentenceTransformer(str(tmp_path), device="cpu").save(str(folder))
     with pytest.raises(PretrainedError, match="message must be absent: texts in a chat template"):
         settings(folder)
+
+
+# What fine-tuning keeps
+
+
+def test_a_tuned_model_has_the_settings_of_its_base(tmp_path: Path) -> None:
+    """With module folders of other names, and every file that settings are read from."""
+    base = write_sentences(
+        tmp_path / "base", {"pooling_mode": ["cls", "max"]}, "Dense", "Normalize"
+    )
+    entries = chain("Transformer", "Pooling", "Dense", "Dense", "Normalize")
+    for entry, path in zip(entries[1:], ("Pool", "12_Dense", "d.2", "9_N"), strict=True):
+        entry["path"] = path
+    write(
+        base,
+        modules=entries,
+        Pool__config={"pooling_mode": ["cls", "max"], "include_prompt": False},
+        config_sentence_transformers={
+            "prompts": PROMPTS,
+            "default_prompt_name": "query",
+            "similarity_fn_name": "manhattan",
+        },
+        sentence_xlnet_config={"max_seq_length": 11},
+    )
+    (base / LENGTHS[0]).unlink()
+    write_dense(base / "12_Dense", (24, 17), "torch.nn.ReLU")
+    write_dense(base / "d.2", (17, 7), "torch.nn.Tanh", bias=False)
+    model, params = pretrained.load(base, dtype="float64")
+    finetune.save(model, params, new := tmp_path / "new", tokenizer=tokenizer(base), base=base)
+    own, kept = (settings(folder) for folder in (base, new))
+    assert seen(own) == seen(kept) and kept.max_len == 11 and kept.pooling == ("first", "max")
+    weights = [tree.flatten([one.params for one in found.modules]) for found in (own, kept)]
+    assert all(np.array_equal(w, weights[1][name]) for name, w in weights[0].items())
+    assert similarity_name(new) == "manhattan" and prompts(new) == PROMPTS
+    assert settings_files(base) == settings_files(new) and len(settings_files(new)) == 8
+    vectors = [
+        embed(*pretrained.load(folder, dtype="float64"), tokenizer(folder), TEXTS[:2], **options)
+        for folder, options in ((base, own._asdict()), (new, kept._asdict()))
+    ]
+    assert np.array_equal(*vectors)
+
+
+def test_files_that_modules_name_outside_are_not_copied(tmp_path: Path) -> None:
+    entries = [{"path": path} for path in ("..", "../x", "/", "a/b", ".git", 3, None)] + ["x"]
+    write(tmp_path, modules=entries)
+    for path in ("a/b", ".git"):
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "config.json").write_text("{}")
+    assert settings_files(tmp_path) == ["modules.json"]

@@ -15,6 +15,7 @@ from xformer.finetune.base import Example, Task, TaskLoss
 from xformer.finetune.pairs import Contrastive
 from xformer.finetune.saving import clear, save
 from xformer.optim import Optimiser
+from xformer.sentences.settings import settings_files
 from xformer.training import Batch, Rows, Run, State, Step, TrainConfig
 from xformer.training.state import digest
 from xformer.world import World
@@ -82,11 +83,14 @@ def run(
     base: the folder of the original model, for `save`
     options: of `Run`: every, keep, notes, free, world
 
-    ValueError for a model without hf_config, and if there are too few examples. A run can only be
+    ValueError for a model without hf_config, and if there are too few examples. PretrainedError for
+    a damaged modules.json in `base`. A run can only be
     resumed with the same model, parameters, adapters, task, config and examples; otherwise entering
     it raises ValueError, which names the differences.
     """
     about = about_of(task, params, examples, config, backend, held_out)
+    if base is not None and Path(base).is_dir():
+        settings_files(base)  # raises at once for what could not be copied
 
     def write(params: Any) -> None:
         clear(Path(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,16 @@ from xformer import pretrained
 from xformer.files import replacing
 from xformer.finetune import peft
 from xformer.finetune.lora import adapters, merge
-from xformer.pretrained.reading import read_bytes
+from xformer.pretrained.files import GENERATION
+from xformer.pretrained.reading import opened
 from xformer.pretrained.tokenizer_config import class_of, settings
-from xformer.sentences.settings import LENGTHS
+from xformer.sentences.settings import settings_files
 
 ADAPTER = "adapter"
-LIMIT = 64 << 20  # most bytes of a copied file
-
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
     "chat_template.jinja",
-)
-SETTINGS = (  # of generation and of sentence-transformers
-    "generation_config.json",
-    *("modules.json", "config_sentence_transformers.json", *LENGTHS),
-    *("1_Pooling/config.json", "1_SpladePooling/config.json"),
-    *(f"{i}_Dense/{name}" for i in (1, 2, 3) for name in ("config.json", "model.safetensors")),
 )
 
 
@@ -59,10 +53,9 @@ def save(
 
 
 def clear(folder: Path) -> None:
-    """Remove files that a killed process left half-written in the subfolders of `save`."""
-    for name in {path.rpartition("/")[0] for path in SETTINGS} | {ADAPTER}:
-        for part in (folder / name).glob(".*.part"):
-            part.unlink()
+    """Remove files that a killed `save` left half-written in the subfolders."""
+    for part in folder.glob("*/.*.part"):
+        part.unlink()
 
 
 def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any = None) -> None:
@@ -81,14 +74,15 @@ def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any =
             tokenizer.save(target)
     if base is not None:
         has_generation = getattr(model, "generation_config", None) is not None
-        _copy(SETTINGS[1:] if has_generation else SETTINGS, base, target)
+        _copy([] if has_generation else [GENERATION], base, target)
+        _copy(settings_files(base), base, target)
 
 
 def _copy(names: Iterable[str], source: Path, target: Path) -> None:
     """Copy the named files, if `source` has them."""
     for name in names:
         if os.path.lexists(source / name):
-            data, path = read_bytes(source / name, LIMIT), target / name
+            path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as (part,):
-                part.write_bytes(data)
+            with replacing(path) as (part,), opened(source / name) as file, part.open("xb") as copy:
+                shutil.copyfileobj(file, copy)

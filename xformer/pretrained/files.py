@@ -110,6 +110,19 @@ def open_tensors(folder: str | os.PathLike[str]) -> Tensors:
     raise FileNotFoundError(f"{root} is no model: it has no {WEIGHTS} and no {INDEX}")
 
 
+def weight_files(folder: str | os.PathLike[str]) -> list[str]:
+    """The names of the files that `open_tensors` reads; none if there is no model.
+
+    PretrainedError for a damaged index of shards.
+    """
+    root = Path(folder)
+    if os.path.lexists(root / WEIGHTS):
+        return [WEIGHTS]
+    if os.path.lexists(root / INDEX):
+        return [INDEX, *sorted(set(_weight_map(root / INDEX).values()))]
+    return []
+
+
 def write(
     folder: str | os.PathLike[str],
     arrays: Mapping[str, np.ndarray],

@@ -19,22 +19,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.checks import near_path
-from xformer.files import replacing, write_arrays
+from xformer.files import file_layout, replacing, write_arrays
 from xformer.pretrained.config import Config
+from xformer.pretrained.files import CONFIG, weight_files
 from xformer.pretrained.reading import PretrainedError, parse_json
+from xformer.sentences.settings import settings_files
 
 FORMAT = "xformer search index 1"
 ANEW = "to make a new index: --rebuild"
 SUFFIXES = (".txt", ".md")
-OF_MODEL = (".json", ".safetensors", ".txt", ".model")  # files that change what a model computes
-MAX_STAMP = 1 << 62  # nanoseconds, bytes
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt"),
+)
+SENTENCE_PIECE = "*.model"
 PIECE = 1 << 20
 
 
 class Stamp(NamedTuple):
     """The state of a file: its time and size, which are compared first, and its SHA-256."""
 
-    mtime: int  # ns
+    mtime: int  # ns since 1970; negative before
     size: int
     digest: str
 
@@ -67,32 +72,45 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         raise PretrainedError(f"{path}: is damaged, or no index: {error}; {ANEW}") from error
     if metadata.get("format") != FORMAT:
         raise PretrainedError(f"{path}: is no index of xformer search; {ANEW}")
-    c = Config(parse_json(metadata.get("description", ""), path), f"{path}: description")
-    files, model, options = _stamps(c, "files"), _stamps(c, "model"), c.sub("options")
-    c.ignore("options")
-    index = Index(
-        arrays.get("vectors", np.empty(0)),
-        arrays.get("passages", np.empty(0)),
-        files,
-        model,
-        {} if options is None else options.data,
-    )
+    index = _described(arrays, parse_json(metadata.get("description", ""), path), path)
     if why := _damage(index):
         raise PretrainedError(f"{path}: is damaged: {why}; {ANEW}")
     return index
 
 
 def write_index(index: Index, path: str | os.PathLike[str]) -> None:
-    """Write an index to a file. An interrupted write leaves the old file. OSError if it fails."""
-    description = {
-        "files": {name: list(stamp) for name, stamp in index.files.items()},
-        "model": {name: list(stamp) for name, stamp in index.model.items()},
-        "options": dict(index.options),
-    }
-    metadata = {"format": FORMAT, "description": json.dumps(description, allow_nan=False)}
-    arrays = {"vectors": index.vectors, "passages": index.passages}
-    with replacing(target := Path(path)) as (part,):
-        write_arrays(arrays, part, target, metadata)
+    """Write an index to a file. An interrupted write leaves the old file. OSError if it fails.
+
+    ValueError for an index that `read_index` would refuse.
+    """
+    path = Path(path)
+    description = json.dumps(
+        {
+            "files": {name: list(stamp) for name, stamp in index.files.items()},
+            "model": {name: list(stamp) for name, stamp in index.model.items()},
+            "options": dict(index.options),
+        },
+        allow_nan=False,
+    )
+    arrays = {"vectors": file_layout(index.vectors), "passages": file_layout(index.passages)}
+    if why := _damage(_described(arrays, parse_json(description, path), path)):
+        raise ValueError(f"write_index: {why}")
+    with replacing(path) as (part,):
+        write_arrays(arrays, part, path, {"format": FORMAT, "description": description})
+
+
+def _described(arrays: Mapping[str, np.ndarray], data: dict[str, Any], path: Path) -> Index:
+    """The index of arrays and a description. PretrainedError for a damaged description."""
+    c = Config(data, f"{path}: description")
+    files, model, options = _stamps(c, "files"), _stamps(c, "model"), c.sub("options")
+    c.ignore("options")
+    return Index(
+        arrays.get("vectors", np.empty(0)),
+        arrays.get("passages", np.empty(0)),
+        files,
+        model,
+        {} if options is None else options.data,
+    )
 
 
 def require_folder(folder: str | os.PathLike[str]) -> Path:
@@ -125,19 +143,24 @@ def texts_in(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def model_files(folder: str | os.PathLike[str]) -> list[str]:
-    """The paths of the files of a model in a folder and its modules' folders, with "/", sorted.
+    """The paths of the files in a folder that change what a model computes, with "/", sorted.
 
-    NotADirectoryError if there is no folder.
+    They are the files of its configuration, weights, tokenizer and settings, with its modules'
+    folders. NotADirectoryError if there is no folder.
     """
     root = Path(folder)
     if not root.is_dir():
         raise NotADirectoryError(f"the model must be a folder, got {root}")
-    files = [path for pattern in ("*", "*/*") for path in root.glob(pattern)]
-    return sorted(
-        path.relative_to(root).as_posix()
-        for path in files
-        if path.suffix in OF_MODEL and path.is_file() and not path.name.startswith(".")
-    )
+    names = {CONFIG, *weight_files(root), *tokenizer_files(root), *settings_files(root)}
+    return sorted(name for name in names if (root / name).is_file())
+
+
+def tokenizer_files(path: Path) -> list[str]:
+    """The names of the files of a tokenizer in a folder; of a tokenizer's file, its own name."""
+    if path.is_file():
+        return [path.name]
+    found = [path / name for name in TOKENIZER] + list(path.glob(SENTENCE_PIECE))
+    return sorted(one.name for one in found if one.is_file())
 
 
 def stamps(
@@ -176,7 +199,7 @@ def _stamps(c: Config, name: str) -> dict[str, Stamp]:
     made = {}
     for key, value in part.data.items():
         kinds = [type(item) for item in value] if isinstance(value, list) else []
-        if kinds != [int, int, str] or not all(0 <= n <= MAX_STAMP for n in value[:2]):
+        if kinds != [int, int, str] or value[1] < 0:
             raise part.refused(key, "a time, a size and a digest")
         made[key] = Stamp(*value)
     part.ignore(*part.data)

@@ -13,7 +13,15 @@ import numpy as np
 from xformer.checks import require_sizes
 from xformer.sentences.batches import longest, require_language_model
 from xformer.sentences.embed import embed, similarity
-from xformer.sentences.index import Index, Stamp, digests, model_files, stamps, texts_in
+from xformer.sentences.index import (
+    Index,
+    Stamp,
+    digests,
+    model_files,
+    stamps,
+    texts_in,
+    tokenizer_files,
+)
 from xformer.sentences.passages import Passage, passages
 
 PART = 1024  # least passages of a part, if there are more
@@ -178,8 +186,7 @@ def _model_stamps(
     states = stamps(folder, model_files(folder), old)
     where = Path(tokenizer.where)
     if not os.path.samefile(where, folder):
-        names = model_files(where) if where.is_dir() else [where.name]
-        beside = stamps(where if where.is_dir() else where.parent, names, {})
+        beside = stamps(where if where.is_dir() else where.parent, tokenizer_files(where), {})
         states |= {f"tokenizer/{name}": stamp for name, stamp in beside.items()}
     return states
 
