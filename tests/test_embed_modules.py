@@ -15,7 +15,7 @@ from xformer import finetune, layers, pretrained, tree
 from xformer.cli import main
 from xformer.pretrained.reading import PretrainedError
 from xformer.pretrained.tokenizer import tokenizer
-from xformer.sentences import Dense, Settings, embed, prompts, settings
+from xformer.sentences import Dense, Settings, colbert, embed, prompts, settings
 
 TOLERANCE = 1e-12  # of float64, in sums of another order
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -195,28 +195,31 @@ def test_names_of_prompts(tmp_path: Path) -> None:
 
 
 def test_only_a_prompt_is_no_text(tmp_path: Path) -> None:
-    folder = write_sentences(tmp_path, {"pooling_mode": "mean", "include_prompt": False})
+    write_model(tmp_path, BERT, special=False)
+    own = (*pretrained.load(tmp_path), tokenizer(tmp_path))
+    with pytest.raises(ValueError, match="embed: text 2 has no tokens after the prompt, got ' '"):
+        embed(*own, ["a", " "], prompt="why ", include_prompt=False)
+
+
+def test_a_prompt_leaves_room_for_a_text(tmp_path: Path) -> None:
+    """Otherwise all texts have the same vector, of the prompt."""
+    folder = write_sentences(tmp_path, {"pooling_mode": "mean"})
     own = (*pretrained.load(folder), tokenizer(folder))
-    options = {"prompt": "why ", "include_prompt": False}
-    with (
-        pytest.warns(UserWarning, match="cut to 3 tokens"),
-        pytest.raises(ValueError, match="embed: text 1 has no tokens after the prompt, got 'a'"),
+    message = "the prompt leaves no room for a text: it has 5 tokens, special tokens included, and"
+    for most in (4, 5):
+        with pytest.raises(ValueError, match=rf"embed: {message} a text at most {most}, got 'why"):
+            embed(*own, TEXTS, prompt="why not so ", max_len=most)
+    with pytest.warns(UserWarning, match="embed: cut to 6 tokens: text 1 and 3 more of 5"):
+        vectors = embed(*own, TEXTS, prompt="why not so ", max_len=6)
+    assert len({tuple(row) for row in vectors.round(6).tolist()}) == 4  # of 4 first words
+    with pytest.raises(ValueError, match=rf"contrastive: {message} a text at most 5"):
+        finetune.task("contrastive", own[0], own[2], max_len=5, prompt="why not so ")
+    with pytest.raises(
+        ValueError, match="colbert: the prompt leaves no room for a text: it has 8 tok"
     ):
-        embed(own[0], own[1], _Cut(own[2]), ["a"], max_len=3, **options)
-
-
-class _Cut:
-    """A tokenizer that keeps only the beginning of a text, and no end token."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner, self.special_ids = inner, inner.special_ids
-
-    def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text)
-
-    def batch(self, texts: list[str], *, max_len: int) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.asarray([self._inner.encode(text)[: max_len - 1] for text in texts])
-        return ids, np.ones(ids.shape, bool)
+        colbert(*own, TEXTS, marker="so-and-so why ", max_len=5)
+    with pytest.raises(ValueError, match="max_len must exceed the 2 special tokens, got 2"):
+        colbert(*own, TEXTS, marker="why", max_len=3)
 
 
 def test_pooling_by_formulas() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -539,6 +541,107 @@ def test_an_interrupted_command_goes_on(
     assert len(read_index(notes / INDEX).vectors) == 5
 
 
+UNSTORED = "xformer: warning: the index is not stored: "
+
+
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [
+        ("pathlib.Path.touch", errno.EROFS),
+        ("pathlib.Path.touch", errno.EACCES),
+        ("safetensors.numpy.save_file", None),  # its error for a full disk
+        ("os.fsync", errno.ENOSPC),
+        ("os.replace", errno.EDQUOT),
+    ],
+)
+def test_an_index_that_cannot_be_stored_is_a_warning(
+    where: str, number: int | None, said: Any, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = said("a tree", "--index", str(notes.parent / "own"))
+    assert want[0] == 0 and want[1].count("\n        ") >= 5
+
+    def fails(*_: Any, **__: Any) -> None:
+        if number is None:
+            raise SafetensorError("No space left on device")
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, fails)
+        status, out, err = said("a tree")
+    assert (status, out) == want[:2]
+    assert err.startswith(UNSTORED) and err.count("\n") == 1
+    assert ("no space left" if number is None else os.strerror(number).lower()) in err.lower()
+    assert [p.name for p in notes.iterdir() if "xformer" in p.name] == []
+
+
+def test_in_a_folder_that_is_read_only(said: Any, notes: Path) -> None:
+    notes.chmod(0o555)
+    try:
+        if os.access(notes, os.W_OK):
+            pytest.skip("this user may write to any folder")
+        status, out, err = said("a tree")
+    finally:
+        notes.chmod(0o755)
+    assert status == 0 and out and err.startswith(UNSTORED) and "permission denied" in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows limits no file sizes")
+def test_where_files_cannot_grow(model_folder: Path, notes: Path) -> None:
+    """A process whose files may have 100 bytes, as a full disk or a quota has it."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
+    code = f"import sys; from xformer.cli import main; {limit}; sys.exit(main())"
+    command = ["search", str(notes), "a tree", "--model", str(model_folder)]
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("0.")
+    assert done.stderr.startswith(UNSTORED) and done.stderr.count("\n") == 1
+    assert [p.name for p in notes.iterdir() if "xformer" in p.name] == []
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_an_index_that_cannot_be_stored_in_between(
+    stop: bool, said: Any, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning, at the end or at Ctrl-C."""
+    monkeypatch.setattr(SEARCH, "PART", 2)
+    monkeypatch.setattr("xformer.cli.search.SAVE_EVERY", 0.0)
+    tried: list[Path] = []
+
+    def fails(path: Path) -> None:
+        tried.append(path)
+        if stop and len(tried) == 2:
+            monkeypatch.setattr(SEARCH, "embed", stopped)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.touch", fails)
+    status, out, err = said("a tree")
+    assert err.count(UNSTORED) == 1 and err.count("\n") == 1 + stop
+    assert (status, bool(out), len(tried)) == ((130, False, 3) if stop else (0, True, 4))
+
+
+def test_a_prompt_leaves_room_for_a_passage(
+    said: Any, model_folder: Path, notes: Path, embedded: list[str]
+) -> None:
+    """A model's prompts, for passages and for queries, and an option; before anything is read."""
+    long = "the cat sat on the mat and " * 4
+    before = (model_folder / "config_sentence_transformers.json").read_text()
+    try:
+        for which in ("query", "passage"):
+            write(model_folder, config_sentence_transformers={"prompts": {which: long}})
+            status, out, err = said("a tree")
+            assert (status, out) == (1, "") and embedded == []
+            assert "embed: the prompt leaves no room for a text: it has 30 tokens, special" in err
+            assert "and a text at most 24, got 'the cat sat" in err and err.count("\n") == 1
+    finally:
+        (model_folder / "config_sentence_transformers.json").write_text(before)
+    with pytest.raises(ValueError, match=r"no room for a text: it has 4 tokens, .* at most 4, got"):
+        indexed(model_folder, notes, prompt="so very ", max_len=4)
+    index = indexed(model_folder, notes, prompt="so very ", max_len=5)  # a word a passage
+    assert len(index.vectors) == sum(len(text.split()) for text in embedded)
+
+
 def test_mistakes_are_one_line(said: Any, notes: Path, tmp_path: Path) -> None:
     assert said("a dog")[0] == 0
     for options, message in [
@@ -557,10 +660,6 @@ def test_mistakes_are_one_line(said: Any, notes: Path, tmp_path: Path) -> None:
     status, _, err = said("a", "--truncate-dim", "4", "--rebuild")
     assert (status, err) == (0, "") and read_index(notes / INDEX).vectors.shape == (5, 4)
     index = tmp_path / "own"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.access", lambda *_: False)
-        status, _, err = said("a", "--index", str(index))
-    assert status == 1 and f"the index cannot be written to {tmp_path}: give --index PATH" in err
     index.write_bytes(b"damaged")
     assert said("a", "--index", str(index))[0] == 1
     assert said("a", "--index", str(index), "--rebuild")[0] == 0

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from xformer.cli.errors import in_words
 from xformer.cli.models import opened
 from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
@@ -65,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
     path = _index_path(args)
     old = None if args.rebuild or not os.path.lexists(path) else read_index(path)
     loaded = opened(args)
-    index = _updated(args, loaded, passage, old, path)
-    if old is None or index.files != old.files or index.model != old.model:
-        write_index(index, path)
     with watched("embedding", len(queries)) as options:
         model, params, tokenizer, *_ = loaded
         options |= query | {"batch_size": args.batch}
-        vectors = embed(model, params, tokenizer, queries, **options)
+        vectors = embed(model, params, tokenizer, queries, **options)  # a bad option raises here
+    index = _updated(args, loaded, passage, old, path)
+    if old is None or index.files != old.files or index.model != old.model:
+        _store(index, path)
     how: Any = {"top": args.top, "similarity_name": similarity_name(args.model)}
     for text, hits in zip(queries, search(index, args.folder, vectors, **how), strict=True):
         if len(queries) > 1 and not args.json:
@@ -84,10 +87,17 @@ def run(args: argparse.Namespace) -> int:
 def _index_path(args: argparse.Namespace) -> Path:
     """The path of the index. OSError unless the folder of texts exists, and the index's folder."""
     path = Path(args.index or require_folder(args.folder) / INDEX)
-    folder = require_folder(path.parent)
-    if not path.exists() and not os.access(folder, os.W_OK):
-        raise PermissionError(f"the index cannot be written to {folder}: give --index PATH")
+    require_folder(path.parent)
     return path
+
+
+def _store(index: Index, path: Path) -> None:
+    """Write the index. A warning if it cannot be written: the hits need no file."""
+    try:
+        write_index(index, path)
+    except OSError as error:
+        why = f"{in_words(error)}; the next search embeds the texts again"
+        print(f"xformer: warning: the index is not stored: {why}", file=sys.stderr)
 
 
 def _options(args: argparse.Namespace, prompt_name: str | None) -> dict[str, Any]:
@@ -113,8 +123,10 @@ def _updated(
         nonlocal written, unwritten
         unwritten = part
         if time.monotonic() - written >= SAVE_EVERY:
-            write_index(part, path)
-            written, unwritten = time.monotonic(), None
+            written = time.monotonic()
+            with suppress(OSError):  # tried again at the end, which then warns
+                write_index(part, path)
+                unwritten = None
 
     try:
         with progress("passages") as report:
@@ -132,7 +144,7 @@ def _updated(
             )
     except KeyboardInterrupt:
         if unwritten is not None:
-            write_index(unwritten, path)
+            _store(unwritten, path)
         raise
 
 

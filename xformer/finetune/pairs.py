@@ -15,6 +15,7 @@ from xformer.finetune.heads import is_classifier
 from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.sentences import labels
+from xformer.sentences.batches import require_room
 from xformer.sentences.classify import KINDS
 from xformer.sentences.embed import n_tokens_of_prompt, pooling_of
 from xformer.training.batch import IGNORED, Batch, padded
@@ -144,6 +145,7 @@ class Contrastive(Task):
         super().__post_init__()
         known = isinstance(self.model, LanguageModel) and self.model.embed is not None
         require(self.model, "an encoder or a decoder of tokens", known)
+        require_room("contrastive", self.tokenizer, self.prompt, self.max_len)
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """One pair, each text cut to max_len. ValueError for a text without tokens."""

@@ -158,7 +158,7 @@ def _encoded(
     Texts of more than `limit` ids are cut at the tokenizer's truncation_side, with a warning; of a
     pair, the longer one. ValueError for a text without ids after the first `skip`.
     """
-    tokenizer.batch([], max_len=limit)  # raises if special tokens leave no room for the text
+    require_room(what, tokenizer, prompt, limit)
     encoded, types, long = [], {}, []
     for i, text in enumerate(texts):
         if isinstance(text, str):
@@ -181,6 +181,17 @@ def _encoded(
     if not any(row.any() for row in types.values()):
         return encoded, None
     return encoded, [types.get(i, np.zeros_like(ids)) for i, ids in enumerate(encoded)]
+
+
+def require_room(what: str, tokenizer: Any, prompt: str, limit: int) -> None:
+    """ValueError if special tokens and the prompt leave no room for a text. limit: the most ids."""
+    tokenizer.batch([], max_len=limit)  # raises for special tokens
+    n = len(tokenizer.encode(prompt)) if prompt else 0
+    if n >= limit:
+        raise ValueError(
+            f"{what}: the prompt leaves no room for a text: it has {n} tokens, special tokens "
+            f"included, and a text at most {limit}, got {prompt!r:.40}"
+        )
 
 
 def warn_of_cuts(

@@ -26,6 +26,7 @@ from xformer.sentences.batches import (
     longest,
     outputs,
     require_language_model,
+    require_room,
     require_text_ids,
     warn_of_cuts,
 )
@@ -203,6 +204,7 @@ def _encoded(tokenizer: Any, texts: Sequence[str], marker: str, limit: int) -> l
         None,
     )
     prompt, most = (marker, limit) if number is None else ("", limit - 1)
+    require_room("colbert", tokenizer, prompt, most)
     rows, long = [], []
     for i, text in enumerate(texts):
         found = tokenizer.encoding(prompt + text)

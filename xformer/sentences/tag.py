@@ -21,6 +21,7 @@ from xformer.sentences.batches import (
     longest,
     outputs,
     require_language_model,
+    require_room,
     require_text_ids,
     warn_of_cuts,
 )
@@ -128,7 +129,7 @@ def _windows(
 
     ValueError for a text without tokens, and a stride that leaves no room for others.
     """
-    tokenizer.batch([], max_len=limit)  # raises if special tokens leave no room for the text
+    require_room("tag", tokenizer, "", limit)
     found, long = [], []
     for i, text in enumerate(texts):
         whole = tokenizer.encoding(text)
