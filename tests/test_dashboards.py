@@ -133,11 +133,14 @@ def test_a_resumed_run_continues_its_curve(tensorboard: None, tmp_path: Path) ->
 
 def test_others_files_stay(tensorboard: None, tmp_path: Path) -> None:
     trained(tmp_path, "tensorboard", 1)
-    others, ours = (tmp_path / f"events.out.tfevents.1.{end}" for end in ("a", "a.xformer"))
-    others.write_text("a")
-    ours.write_text("a")
+    *others, ours = (
+        tmp_path / f"events.out.tfevents.{end}"
+        for end in ("1.a", "before.xformer", "1.a (1).xformer", "1.a.xformer")
+    )
+    for path in (*others, ours):
+        path.write_text("a")
     trained(tmp_path, "tensorboard", 1)
-    assert others.read_text() == "a" and not ours.exists()
+    assert all(path.read_text() == "a" for path in others) and not ours.exists()
 
 
 def test_the_file_grows_while_training(

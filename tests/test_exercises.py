@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import solutions
+from hostile import files_of_at_most
 
 from xformer import backends, tree
 from xformer.backends import Backend
@@ -357,3 +360,73 @@ def test_sources_and_pages_exist(name: str, capsys: pytest.CaptureFixture[str]) 
     assert len(paths) == 2
     for path in paths:
         assert (ROOT / path).is_file()
+
+
+ENDLESS = """
+import numpy as np
+
+def relu(x):
+    total = np.zeros(3)
+    while True:
+        {body}
+"""
+BODIES = {
+    "Python": "pass",
+    "NumPy": "total = total + np.exp(np.zeros(1000))[:3]",
+    "the error is caught": """\
+try:
+            total = total + 1
+        except Exception:
+            pass""",
+}
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_loop_without_an_end_is_stopped(body: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    Path("relu.py").write_text(ENDLESS.format(body=body), encoding="utf-8")
+    assert main(["exercise", "relu", "--check", "--time-limit", "0.2"]) == 1
+    err = capsys.readouterr().err
+    said = re.search(r"error: relu still runs after 0.2 s \(line (\d+)\): is there a loop", err)
+    assert said is not None and 6 <= int(said[1]) <= 10 and err.count("\n") == 1
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
+def test_a_file_without_an_end_is_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("relu.py").write_text("while True:\n    pass\n", encoding="utf-8")
+    assert main(["exercise", "relu", "--check", "--time-limit", "0.2"]) == 1
+    assert "relu.py still runs after 0.2 s (line " in capsys.readouterr().err
+
+
+def test_a_call_that_no_exception_stops_ends_the_process() -> None:
+    """A single call of C without an end. The traceback names its line."""
+    text = "import itertools\ndef relu(x):\n    return sum(itertools.repeat(0))\n"
+    Path("relu.py").write_text(text, encoding="utf-8")
+    program = (
+        "import sys; from xformer.cli import main; from xformer.exercises import limit; "
+        "limit.SLACK = 0.5; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", program, "exercise", "relu", "--check", "--time-limit", "0.2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "Timeout" in done.stderr
+    assert 'File "relu.py", line 3 in relu' in done.stderr
+
+
+def test_a_time_limit_that_is_no_number_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["exercise", "relu"]) == 0
+    for limit in ("-1", "nan", "inf"):
+        assert main(["exercise", "relu", "--check", "--time-limit", limit]) == 1
+        assert "--time-limit must be a number of seconds" in capsys.readouterr().err
+    assert main(["exercise", "relu", "--check", "--time-limit", "0"]) == 1
+    assert "still to be written" in capsys.readouterr().out
+
+
+def test_a_full_disk_leaves_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with files_of_at_most(64):
+        assert main(["exercise", "relu"]) == 1
+    assert "error: " in capsys.readouterr().err and not [*Path().iterdir()]
+    assert main(["exercise", "relu", "--out", "absent/relu.py"]) == 1
+    assert "there is no file or folder absent/relu.py" in capsys.readouterr().err

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -390,13 +392,51 @@ def test_what_is_missing_is_named(
 @pytest.mark.usefixtures("here")
 def test_what_a_killed_process_left_half_written_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(3, monkeypatch, "--lora", "2")
-    half = [
-        Path("run", p) for p in (".run.json.0.part", "adapter/.adapter_model.safetensors.0.part")
-    ]
+    names = (".run.json.0123abcd.part", "adapter/.adapter_model.safetensors.0123abcd.part")
+    half = [Path("run", name) for name in names]
     for path in half:
         path.write_bytes(b"half")
     assert main(["finetune", "--resume", "run"]) == 0
     assert not any(path.exists() for path in half)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_command_that_an_occupied_folder_names_resumes_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command names the command whose run it is."""
+    Path("text.txt").write_text("the quick brown fox " * 2000)
+    tiny = ["train", "--preset", "tiny", "--steps", "1", "--data", "text.txt"]
+    assert main([*tiny, "--out", "a trained run"]) == 0
+    stopped(3, monkeypatch)
+    for command in (tiny, COMMAND):
+        for folder, kind in (("a trained run", "train"), ("run", "finetune")):
+            capsys.readouterr()
+            assert main([*command, "--out", folder]) == 1
+            (said,) = re.findall(r"resume the run in it: xformer (.*)", capsys.readouterr().err)
+            assert said.startswith(f"{kind} ") and main(shlex.split(said)) == 0
+            assert "saved to" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("here")
+def test_a_run_that_failed_before_its_first_checkpoint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(*_: Any) -> None:
+        raise MemoryError("no room for 9 EB")
+
+    for again in (
+        ["--resume", "run"],
+        [*COMMAND[1:], "--out", "run"],
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(training.Run, "begin", begin)
+            assert main([*COMMAND, "--batch", "50", "--out", "run"]) == 1
+        assert not checkpoints("run")
+        assert main(["finetune", *again, "--lora", "2", "--steps", "2", "--batch", "2"]) == 0
+        assert json.loads(Path("run/run.json").read_text())["notes"]["batch"] == 2
+        assert Path("run/adapter").is_dir() and checkpoints("run")
+        shutil.rmtree("run")
 
 
 @pytest.mark.usefixtures("here")

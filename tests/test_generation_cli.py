@@ -152,6 +152,7 @@ def test_the_tokenizer_of_as_many_tokens_is_chosen(
     path = stories(tmp_path, "tok512.bin")
     data = published("tok512.bin").read_bytes()
     (tmp_path / "tok400.bin").write_bytes(cut(data, 400))
+    (tmp_path / "tok0.bin").write_bytes(b"tokens of another program")
     out, _ = run(
         capsys, "--model", path, "--prompt", PROMPT, "--temperature", 0, "--max-new-tokens", 9
     )

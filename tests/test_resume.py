@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -314,6 +315,69 @@ def test_mistakes_are_one_line(
     err = capsys.readouterr().err
     assert err.startswith("xformer: error: ") and message in err and err.count("\n") == 1
     assert {p: p.read_bytes() for p in Path("run").rglob("*") if p.is_file()} == before
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
+    """Run a command that has too little memory after its folder is made."""
+    from xformer.cli import main
+
+    def begin(*_: Any) -> None:
+        raise MemoryError("no room for 9 EB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Run, "begin", begin)
+        assert main([*command]) == 1
+
+
+def options_of(folder: str) -> dict[str, Any]:
+    notes: dict[str, Any] = json.loads(Path(folder, "run.json").read_text())["notes"]
+    return notes
+
+
+def test_a_run_that_failed_before_its_first_checkpoint(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder can be used again, and --resume takes other options."""
+    from xformer.cli import main
+
+    assert main([*COMMAND, "--out", "never", "--steps", "2", "--tokenizer", "characters"]) == 0
+    for again in (
+        ["train", *COMMAND[1:], "--steps", "2", "--out", "again", "--tokenizer", "characters"],
+        ["train", *COMMAND[1:], "--steps", "2", "--out", "again", "--auto-resume"],
+        ["train", "--resume", "again", "--d-model", "16", "--steps", "2"],
+        ["train", "--resume", "again", "--preset", "small", "--steps", "2", "--batch", "2"],
+    ):
+        fails(monkeypatch, *COMMAND, "--d-model", "1024", "--out", "again")
+        assert "no room" in capsys.readouterr().err and not checkpoints_of("again")
+        assert main(again) == 0
+        stored = options_of("again")
+        assert stored["d_model"] == (128 if "small" in again else 16) and stored["steps"] == 2
+        if "characters" in again:
+            assert rows(Path("again")) == rows(Path("never"))
+        model, _ = training.load("again", NUMPY)
+        assert model.vocab_size == training.load_vocabulary("again").size
+        shutil.rmtree("again")
+
+
+def checkpoints_of(folder: str) -> list[Path]:
+    return [*Path(folder, "checkpoints").iterdir()]
+
+
+def test_what_a_failed_run_of_another_model_left_is_not_used(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of its vocabulary, and its options beside those of --from."""
+    from xformer.cli import main
+
+    assert main([*COMMAND, "--steps", "1", "--out", "first", "--tokenizer", "characters"]) == 0
+    fails(monkeypatch, *COMMAND, "--out", "again")
+    command = ["train", "--from", "first", "--data", "fox.txt", "--preset", "tiny", "--steps", "1"]
+    assert main([*command, "--out", "again", "--checkpoint-every", "1"]) == 0
+    assert training.load_vocabulary("again").size == training.load_vocabulary("first").size
+    fails(monkeypatch, *command, "--out", "third")
+    assert main(["train", "--resume", "third", "--layers", "2"]) == 1
+    assert main(["train", "--resume", "third", "--max-len", "8"]) == 0
+    assert options_of("third")["max_len"] == 8
 
 
 def test_one_command_begins_or_resumes(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,8 +80,7 @@ def test_the_model_is_the_best_one(tmp_path: Path) -> None:
 
 def test_it_says_what_made_it(tmp_path: Path) -> None:
     """For people: with another version it goes on."""
-    with opened(tmp_path, notes={"lr": 1}):
-        pass
+    trained(tmp_path, n=1, notes={"lr": 1})
     content = json.loads((tmp_path / "run.json").read_text())
     assert content["about"] == runs.ABOUT and content["notes"] == {"lr": 1}
     assert content["made"]["xformer"] == xf.__version__ and content["made"]["date"].endswith("UTC")
@@ -353,7 +352,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     """As when files are copied between folders; nothing is lost."""
     trained(tmp_path / "run", n=7)
     other = xf.GPT(vocab_size=16, n_layers=1, d_model=12, n_heads=2, max_len=8)
-    start = training.start(other.init(0), runs.CONFIG)
+    start = training.start(other.init(0), runs.CONFIG)._replace(step=7)
     newest = checkpoints(tmp_path / "run")[7]
     for about, message in (
         (runs.ABOUT, r"params.embed.table is float32 \(16, 12\) there, float32 \(16, 8\) here"),
@@ -365,6 +364,21 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             trained(tmp_path / "run")
         assert newest.read_bytes() == before and len(rows(tmp_path / "run")) == 7
+
+
+def test_a_folder_without_a_checkpoint_is_used_again(tmp_path: Path) -> None:
+    """As after an error before the first one; a model without a checkpoint is not written over."""
+    with pytest.raises(ZeroDivisionError), opened(tmp_path):
+        raise ZeroDivisionError
+    other = runs.ABOUT | {"data": "others"}
+    with training.Run(tmp_path, NUMPY, other, notes={"a": 1}):
+        assert run.read_run(tmp_path)["about"] == other
+        assert run.read_run(tmp_path)["notes"] == {"a": 1}
+    trained(tmp_path, n=2)
+    assert run.read_run(tmp_path)["about"] == runs.ABOUT
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="is of another run"):
+        training.Run(tmp_path, NUMPY, other).__enter__()
 
 
 def test_another_training_is_refused(tmp_path: Path) -> None:
@@ -403,10 +417,61 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_half_written_goes(tmp_path: Path) -> None:
     trained(tmp_path, n=2)
-    for path in (".model.safetensors.00.part", "checkpoints/.step-00000003.1.part", ".tmpL628h0"):
+    for path in (
+        ".model.safetensors.0123abcd.part",
+        "checkpoints/.step-00000003.safetensors.89abcdef.part",
+        ".tmpL628h0",
+    ):
         (tmp_path / path).write_text("half")
+    own = [".movie.part", ".tmp-notes", "checkpoints/.tmpL628h0"]
+    (tmp_path / own[2]).mkdir()  # a folder, which safetensors never makes
+    for path in own[:2]:
+        (tmp_path / path).write_text("of the user")
     with opened(tmp_path):
-        assert not list(tmp_path.rglob(".*"))
+        assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob(".*")} == {*own}
+
+
+STRANGERS = [
+    *("step-005.safetensors", "step-00000001.safetensors.bak", "step-00000002 (1).safetensors"),
+    *(
+        "Copy of step-00000002.safetensors",
+        "step-best.safetensors",
+        "notes.txt",
+        "step-٣.safetensors",
+    ),
+]
+
+
+def test_only_names_of_checkpoints_count(tmp_path: Path) -> None:
+    """A stranger is named once, at the start, and is neither read nor deleted."""
+    trained(tmp_path / "never")
+    trained(tmp_path / "run", n=2)
+    folder = tmp_path / "run" / "checkpoints"
+    for name in STRANGERS:
+        (folder / name).write_bytes(name.encode())
+    (folder / "step-00000001.safetensors").mkdir()  # as a folder
+    with pytest.warns(
+        UserWarning, match=r"no checkpoints of this run, .* kept: Copy of s"
+    ) as found:
+        trained(tmp_path / "run")
+    assert [w.message for w in found if "ignored" in str(w.message)] == [found[0].message]
+    for name in STRANGERS:
+        assert (folder / name).read_bytes() == name.encode()
+        (folder / name).unlink()
+    assert (folder / "step-00000001.safetensors").is_dir()
+    assert not set(checkpoints(tmp_path / "run").values()) & {folder / name for name in STRANGERS}
+    runs.require_alike(tmp_path / "run", tmp_path / "never")
+
+
+def test_a_copy_under_the_name_of_another_step(tmp_path: Path) -> None:
+    trained(tmp_path, n=7)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000005.safetensors").write_bytes(path_of(tmp_path, 6).read_bytes())
+    with pytest.raises(CheckpointError, match=r"step-00000005.* is a copy .*: it has step 6"):
+        trained(tmp_path, at=5)
+    (folder / "step-00000009.safetensors").write_bytes(path_of(tmp_path, 7).read_bytes())
+    with pytest.raises(CheckpointError, match=r"step-00000009.* step 7; that of step 7 is i"):
+        trained(tmp_path)
 
 
 def test_two_do_not_train_in_one_folder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,6 +13,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
+
+PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # names of `replacing`
+TEMPORARY = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # names that safetensors writes to first
 
 
 @contextmanager
@@ -40,6 +44,16 @@ def replacing(*targets: Path) -> Iterator[list[Path]]:
         for part in parts:
             with suppress(OSError):  # the error that is raised says more
                 part.unlink(missing_ok=True)
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove files that a killed process has left half-written in a folder, if it exists.
+
+    Only files with a name that `replacing` or safetensors makes are removed.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (PART.fullmatch(path.name) or TEMPORARY.fullmatch(path.name)) and path.is_file():
+            path.unlink()
 
 
 def aside(path: Path) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import threading
 from itertools import groupby
 from pathlib import Path
 
@@ -11,7 +13,9 @@ from xformer.cli.models import enable_float64
 from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.exercises import EXERCISES, Exercise, get, grade, load
+from xformer.files import replacing
 
+LIMIT = 30.0  # seconds of a call; one takes milliseconds, more where JAX compiles
 ABOUT = (
     "Without NAME, list the exercises of the six lectures (docs/lectures). With NAME, write the "
     "file NAME.py, whose text says what is to be written. With --check, run it on every installed "
@@ -31,6 +35,9 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--check", nargs="?", const=True, metavar="FILE", type=nonempty, help=check)
     solution = "print where our own implementation and its derivation are"
     what.add_argument("--solution", action="store_true", help=solution)
+    limit = f"stop a call that runs longer (default: {LIMIT:g}; 0: no limit)"
+    add = parser.add_argument
+    add("--time-limit", type=float, default=LIMIT, metavar="SECONDS", help=limit)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,15 +52,13 @@ def run(args: argparse.Namespace) -> int:
         print(_solution(exercise))
         return 0
     if args.check:
-        return _check(exercise, Path(f"{exercise.name}.py" if args.check is True else args.check))
+        path = Path(f"{exercise.name}.py" if args.check is True else args.check)
+        return _check(exercise, path, args.time_limit)
     path = Path(args.out or f"{exercise.name}.py")
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(exercise.stub)
-    except FileExistsError:
-        raise FileExistsError(
-            f"{path} exists and is kept; --out FILE writes another file"
-        ) from None
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} exists and is kept; --out FILE writes another file")
+    with replacing(path) as (part,):
+        part.write_text(exercise.stub, encoding="utf-8")
     command = f"xformer exercise {exercise.name} --check"
     print(f"{path}: read it, complete it, then run\n{command}{f' {path}' if args.out else ''}")
     return 0
@@ -76,13 +81,15 @@ def _solution(exercise: Exercise) -> str:
     return "\n".join([*lines, f"source:      {exercise.source}", f"explanation: {exercise.page}"])
 
 
-def _check(exercise: Exercise, path: Path) -> int:
-    """Print the grade; 1 if something is wrong."""
+def _check(exercise: Exercise, path: Path, seconds: float) -> int:
+    """Print the grade; 1 if something is wrong. seconds: the time limit of each call; 0: none."""
     if not path.exists():
         raise FileNotFoundError(
             f"{path} does not exist: `xformer exercise {exercise.name}` writes {exercise.name}.py"
         )
-    names = load(path)
+    if not 0 <= seconds < threading.TIMEOUT_MAX:
+        raise ValueError(f"--time-limit must be a number of seconds, got {seconds}")
+    names = load(path, seconds=seconds or None)
     libraries, skipped = [], []
     for name in backends.names():
         if name in backends.ON_NUMPY:  # further kernels, for the same arrays
@@ -92,7 +99,7 @@ def _check(exercise: Exercise, path: Path) -> int:
             libraries.append(backends.get(name))
         except backends.Unusable:
             skipped.append(name)
-    result = grade(exercise, names, libraries)
+    result = grade(exercise, names, libraries, seconds=seconds or None)
     print(result)
     if skipped:
         print(f"\nskipped: {', '.join(skipped)} (`xformer info` says why)")

@@ -15,7 +15,7 @@ from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder
 from xformer.pretrained import files
 from xformer.pretrained.foreign import require_model
-from xformer.pretrained.reading import read_json
+from xformer.pretrained.reading import PretrainedError, read_json
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.training import Vocabulary, checkpoint, load_vocabulary
 
@@ -132,10 +132,16 @@ def _tokenizer_in(folder: Path) -> Codec:
 def _tokenizer_beside(path: Path, model: Any) -> Codec:
     """The llama2.c tokenizer beside `path` that has the model's vocabulary size."""
     size = model.embed.vocab_size
+    others = ""
     for name in sorted(path.parent.glob("tok*.bin")):
-        if (candidate := tokenizer(name)).vocab_size == size:
+        try:
+            candidate = tokenizer(name)
+        except PretrainedError as error:  # a damaged file, or one of another kind
+            others += f"; {error}"
+            continue
+        if candidate.vocab_size == size:
             return candidate
     raise FileNotFoundError(
-        f"there is no tokenizer of {size} tokens beside {path}: looked for tok*.bin; "
+        f"there is no tokenizer of {size} tokens beside {path}: looked for tok*.bin{others}; "
         "if the tokenizer is elsewhere, give --tokenizer PATH"
     )

@@ -19,7 +19,7 @@ from xformer.pretrained.config import Config
 from xformer.training import State, TrainConfig
 from xformer.training.config import NOAM, SCHEDULES
 from xformer.training.loop import is_stale
-from xformer.training.run import RUN, read_run
+from xformer.training.run import RUN, is_begun, read_run
 
 
 class Flag(argparse.BooleanOptionalAction):
@@ -89,7 +89,7 @@ def add_shared(add: Callable[..., Any], name: str, default: str | None = None) -
 
 
 def begun_or_new(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of --auto-resume: with --resume if there is a run in the folder of --out.
+    """The arguments of --auto-resume: with --resume if a run has begun in the folder of --out.
 
     ValueError without --out, and with --resume.
     """
@@ -99,12 +99,22 @@ def begun_or_new(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError("--auto-resume excludes --resume: name the folder with --out")
     if args.out is None:
         raise ValueError("--auto-resume needs --out, the folder of the run")
-    if not Path(args.out, RUN).is_file():
+    if not Path(args.out, RUN).is_file() or not is_begun(args.out):
         return args
     resumed = vars(args) | {"resume": args.out, "out": None}
     if resumed.get("origin") is not None:
         resumed["origin"] = str(Path(args.origin).absolute())  # as it is stored
     return argparse.Namespace(**resumed)
+
+
+def command_of(folder: Path) -> str | None:
+    """The command that resumes the run in a folder; None if there is no run of a command."""
+    try:
+        notes = read_run(folder).get("notes")
+    except (OSError, ValueError):
+        return None
+    marks = MARKS.items() if isinstance(notes, dict) else ()
+    return next((command for command, mark in marks if mark in notes), None)
 
 
 class Stored(NamedTuple):
@@ -119,6 +129,7 @@ class Stored(NamedTuple):
     def resumed(self, args: argparse.Namespace) -> dict[str, Any]:
         """The stored options of the run of --resume; {} without --resume.
 
+        If the run has not begun, args.out becomes its folder and args.resume None: it starts anew.
         ValueError for given options that a resumed run may not change.
         """
         if args.resume is None:
@@ -128,6 +139,9 @@ class Stored(NamedTuple):
         if args.out is not None:
             raise ValueError("--out names a new folder: it excludes --resume")
         before, specified = self.of_run(args.resume), given(args)
+        if args.resume_step is None and not is_begun(args.resume):
+            args.out, args.resume = args.resume, None
+            return before
         if specified.get("steps", math.inf) < before.get("steps", 0):
             raise ValueError(
                 f"--steps: must be at least the {before['steps']} of the run in {args.resume}, "
@@ -155,10 +169,10 @@ class Stored(NamedTuple):
             near = f"; did you mean {shlex.quote(str(below))}?" if below.is_dir() else ""
             raise FileNotFoundError(f"{error}{near or near_path(Path(folder))}") from error
         if isinstance(notes, dict):
-            for command, mark in MARKS.items():
-                if command != self.command and mark in notes:
-                    way = f"xformer {command} --resume {shlex.quote(folder)}"
-                    raise ValueError(f"{folder} is a run of xformer {command}: {way}")
+            command = command_of(Path(folder))
+            if command not in (None, self.command):
+                way = f"xformer {command} --resume {shlex.quote(folder)}"
+                raise ValueError(f"{folder} is a run of xformer {command}: {way}")
         if not isinstance(notes, dict) or notes.keys() != self.defaults.keys():
             raise ValueError(
                 f"{folder} is not a run of xformer {self.command}: resume it from Python"

@@ -22,7 +22,7 @@ from xformer.cli.generate import write
 from xformer.cli.models import kernels_of, opened
 from xformer.cli.parser import Parser
 from xformer.cli.progress import EVERY, WIDTH, Bar
-from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
+from xformer.cli.run_options import ABOUT_ENDS, command_of, how_to_resume
 from xformer.cli.together import description, optimiser_of, together
 from xformer.cli.train_job import Job, job_of
 from xformer.generation import stream_text
@@ -31,7 +31,7 @@ from xformer.initializers import fixup
 from xformer.showing import size
 from xformer.training import Run, State, Step, dashboard, evaluate, interruptible, start, train
 from xformer.training.loop import is_stale, require_shares
-from xformer.training.run import RUN, checkpoints, require_alike
+from xformer.training.run import checkpoints, is_free, require_alike
 from xformer.world import World
 
 # Of textwrap. Paths stay whole.
@@ -263,17 +263,18 @@ def folder_of(options: argparse.Namespace, world: World, name: str = "gpt") -> P
 
 
 def new_folder(out: str | None, name: str = "gpt") -> Path:
-    """Make and return a new, empty folder: `out`, or runs/`name`, runs/`name`-2, ...
+    """Make and return a folder for a run: `out`, or runs/`name`, runs/`name`-2, ...
 
-    FileExistsError if `out` is a file or not empty; OSError if the folder cannot be made.
+    FileExistsError if `out` is a file or in use (`is_free`); OSError if it cannot be made.
     """
     if out is not None:
         folder = Path(out)
         if os.path.lexists(folder) and not folder.is_dir():
             raise FileExistsError(f"--out: {folder} is a file; name a new folder")
-        if folder.exists() and any(folder.iterdir()):
-            command = f"xformer train --resume {shlex.quote(str(folder))}"
-            or_resume = f", or resume the run in it: {command}" if (folder / RUN).is_file() else ""
+        if folder.exists() and not is_free(folder):
+            command = command_of(folder)
+            resume = f"xformer {command} --resume {shlex.quote(str(folder))}"
+            or_resume = f", or resume the run in it: {resume}" if command else ""
             raise FileExistsError(f"--out: {folder} is not empty; name a new folder{or_resume}")
     else:
         names = [name, *(f"{name}-{i}" for i in range(2, 10_000))]

@@ -14,12 +14,13 @@ from xformer import pretrained
 from xformer.cli.models import opened, vocabulary_of
 from xformer.cli.summary import inspected
 from xformer.finetune.base import LONGEST
-from xformer.finetune.saving import copy_beside
+from xformer.finetune.saving import TOKENIZER, copy_beside
+from xformer.generation.vocabulary import VOCABULARY
 from xformer.models import GPT, LanguageModel, LMHead
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.summary import context
 from xformer.training import Subwords, Vocabulary, load_vocabulary
-from xformer.training.run import RUN, read_run
+from xformer.training.run import RUN, is_begun, read_run
 
 LR = 5e-5  # default for a pretrained model, as in xformer finetune
 
@@ -142,7 +143,12 @@ def in_folder(folder: str | os.PathLike[str], options: argparse.Namespace) -> ar
 
 
 def save_vocabulary(words: Vocabulary, options: argparse.Namespace, folder: Path) -> None:
-    """Write the vocabulary into `folder`; copy all tokenizer files of a pretrained model."""
+    """Write the vocabulary into `folder`; copy all tokenizer files of a pretrained model.
+
+    The files of a run that has not begun are removed first.
+    """
+    for name in () if is_begun(folder) else (VOCABULARY, *TOKENIZER):
+        (folder / name).unlink(missing_ok=True)
     if isinstance(words, Subwords) and options.origin is not None:
         if not (folder / "tokenizer.json").exists():
             copy_beside(words.tokenizer, Path(options.origin), folder)

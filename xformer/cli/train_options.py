@@ -259,8 +259,11 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError("--from starts a new run: it excludes --resume")
     args = begun_or_new(args)
     before, specified = OPTIONS.resumed(args), given(args)
-    if args.origin is not None and args.resume is None:
-        before = _of_origin(args.origin, specified)
+    origin = args.origin or before.get("origin")
+    if args.resume is None and "preset" in specified:
+        before = {name: before[name] for name in before if name not in Preset._fields}
+    if args.resume is None and origin is not None:
+        before = _of_origin(origin, specified) | before
     options = DEFAULTS | NO_RUN | before | specified
     sizes = PRESETS[options["preset"]]._asdict()
     options = sizes | options

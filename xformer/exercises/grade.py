@@ -20,21 +20,28 @@ from xformer.backends import Backend
 from xformer.exercises.exercise import Exercise
 from xformer.exercises.findings import Finding, Grade
 from xformer.exercises.hints import distance, hints_of
+from xformer.exercises.limit import limited
 from xformer.gradcheck import gradcheck
 
 RTOL = 1e-9  # of values, relative to the largest: float64 rounding in another order
 
 
-def load(path: str | Path) -> dict[str, Any]:
+def load(path: str | Path, *, seconds: float | None = None) -> dict[str, Any]:
     """Run the Python file at `path` and return its names.
 
+    seconds: the time limit; None: no limit
+
     ValueError, with the line, if it is not Python or raises; OSError if it cannot be read.
+    TimeoutError if it runs longer than `seconds`.
     """
     path = Path(path)
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     code = path.read_bytes()
     try:
-        exec(compile(code, str(path), "exec"), names)
+        with limited(seconds, str(path), path):
+            exec(compile(code, str(path), "exec"), names)
+    except TimeoutError:
+        raise
     except SyntaxError as error:
         raise ValueError(f"{path}, line {error.lineno}: not valid Python: {error.msg}") from error
     except (Exception, SystemExit) as error:
@@ -42,17 +49,26 @@ def load(path: str | Path) -> dict[str, Any]:
     return names
 
 
-def grade(exercise: Exercise, names: Mapping[str, Any], libraries: Sequence[Backend]) -> Grade:
+def grade(
+    exercise: Exercise,
+    names: Mapping[str, Any],
+    libraries: Sequence[Backend],
+    *,
+    seconds: float | None = None,
+) -> Grade:
     """Run the functions among `names` in every case on every library, and compare.
 
     names: of the learner's file, as `load` returns them.
     libraries: backends with float64.
+    seconds: the time limit of each call of a function; None: no limit
+
+    TimeoutError, with the line, if a function runs longer than `seconds`.
     """
     findings: list[Finding] = []
     hints: dict[str, list[str]] = {}
     for backend in libraries:
         for case in exercise.draws:
-            run = _Run(exercise, names, backend, case)
+            run = _Run(exercise, names, backend, case, seconds)
             findings += run.findings()
             for row, hint in hints_of(exercise, case, run.dy, run.got, run.wanted, run.wrong):
                 hints.setdefault(row, []).append(hint)
@@ -71,8 +87,14 @@ class _Run:
     """
 
     def __init__(
-        self, exercise: Exercise, names: Mapping[str, Any], backend: Backend, case: str
+        self,
+        exercise: Exercise,
+        names: Mapping[str, Any],
+        backend: Backend,
+        case: str,
+        seconds: float | None,
     ) -> None:
+        self.seconds = seconds
         self.exercise, self.names, self.backend, self.case = exercise, names, backend, case
         self.arrays, self.options = exercise.draw(case)
         self.got: dict[str, Any] = {}
@@ -232,13 +254,16 @@ class _Run:
         function = self.names.get(name)
         if not callable(function):
             raise _Wrong(f"the file has no function {name}")
+        path = self.names.get("__file__")
         try:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), limited(self.seconds, name, path):
                 return function(*args, **options)
+        except TimeoutError:
+            raise
         except NotImplementedError:
             raise _Wrong(f"{name} is still to be written") from None
         except (Exception, SystemExit) as error:
-            raise _Wrong(f"{name} raises {_raised(error, self.names.get('__file__'))}") from error
+            raise _Wrong(f"{name} raises {_raised(error, path)}") from error
 
     @property
     def wrong(self) -> list[str]:

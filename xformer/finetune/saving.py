@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer import pretrained
-from xformer.files import replacing
+from xformer.files import PART, replacing
 from xformer.finetune import peft
 from xformer.finetune.lora import adapters, merge
 from xformer.pretrained.files import GENERATION
@@ -55,7 +55,8 @@ def save(
 def clear(folder: Path) -> None:
     """Remove files that a killed `save` left half-written in the subfolders."""
     for part in folder.glob("*/.*.part"):
-        part.unlink()
+        if PART.fullmatch(part.name):
+            part.unlink()
 
 
 def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any = None) -> None:

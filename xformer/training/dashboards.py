@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from xformer.files import replacing
 from xformer.training.log import LOG, numbers_of, rows
 from xformer.training.loop import Step
 
@@ -19,6 +21,7 @@ from xformer.training.loop import Step
 MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 COLUMNS = ("loss", "validation", "lr", "norm")  # of the log
 SUFFIX = ".xformer"  # of our files of TensorBoard
+EVENTS = re.compile(rf"events\.out\.tfevents\.\d+\.[^ ]+{re.escape(SUFFIX)}")  # their names
 PAUSE = 5.0  # seconds between flushes of them
 ID = "run-id"  # in the folder wandb/ of a run
 
@@ -116,7 +119,8 @@ class _TensorBoard:
             last = row.get("seconds") or last
         self.start = time.time() - last
         # The last file stays: a TensorBoard that reads it would not find the new one without it.
-        for path in sorted(folder.glob(f"events.out.tfevents.*{SUFFIX}"))[:-1]:
+        files = (path for path in folder.iterdir() if EVENTS.fullmatch(path.name))
+        for path in sorted(files)[:-1]:
             path.unlink()
         # One event a step, from this thread: the package's SummaryWriter is seven times as slow,
         # and waits for ever if its thread has ended by an error.
@@ -148,7 +152,8 @@ class _WandB:
         path = folder / "wandb" / ID
         path.parent.mkdir(exist_ok=True)
         if again or not path.is_file():
-            path.write_text(secrets.token_hex(8))
+            with replacing(path) as (part,):
+                part.write_text(secrets.token_hex(8))
         settings = wandb.Settings(console="off")  # or it would replace our standard output
         try:
             self.run = wandb.init(

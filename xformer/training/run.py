@@ -18,7 +18,9 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
@@ -30,7 +32,7 @@ import numpy as np
 from xformer import __version__, backends, pretrained, tree
 from xformer.backends import Backend
 from xformer.checks import require_sizes
-from xformer.files import aside, replacing
+from xformer.files import PART, aside, remove_parts, replacing
 from xformer.lock import LOCK, locked
 from xformer.showing import size
 from xformer.training import checkpoint
@@ -55,8 +57,9 @@ from xformer.world import Alone, World
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 FORMAT = "xformer-run-1"
+SHOWN = 5  # most names in a warning
 FROZEN = "frozen_parameters"  # in a checkpoint's `about`: the digest of frozen parameters
-HALVES = (".*.part", ".tmp??????")  # files that a killed process leaves: ours, and safetensors'
+ASIDE = re.compile(r"\.aside(-\d+)?$")  # ends of names of `aside`
 
 
 class Run:
@@ -108,9 +111,9 @@ class Run:
     def __enter__(self) -> Run:
         """Make and lock the folder.
 
-        BlockingIOError if another run trains in it, ValueError if it has another run,
-        FileExistsError if it has other files. ValueError if the processes of world differ in
-        `about`, in `every` or in versions; then nothing is written.
+        BlockingIOError if another run trains in it, ValueError if it has another run with a
+        checkpoint or a model, FileExistsError if it has other files. ValueError if the processes of
+        world differ in `about`, in `every` or in versions; then nothing is written.
         """
         require_alike(self.world, self.backend, self.about, self.every)
         self.world.first(self._enter)
@@ -121,16 +124,15 @@ class Run:
         require_ours(self.folder)
         with ExitStack() as stack:
             stack.enter_context(locked(self.folder, "trains"))
-            if (self.folder / RUN).is_file():
-                stored = read_run(self.folder)["about"]
-                require_same(self.folder / RUN, stored, self.about, self.free)
+            stored = read_run(self.folder) if (self.folder / RUN).is_file() else None
+            if stored is not None and is_begun(self.folder):
+                require_same(self.folder / RUN, stored["about"], self.about, self.free)
             else:
                 self._describe({"about": self.about, "notes": self.notes, "made": self._origin()})
             (self.folder / CHECKPOINTS).mkdir(exist_ok=True)
             for folder in (self.folder, self.folder / CHECKPOINTS):
-                for name in HALVES:
-                    for path in folder.glob(name):
-                        path.unlink()
+                remove_parts(folder)
+            _warn_of_others(self.folder)
             self._open = stack.pop_all()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -312,7 +314,7 @@ class Run:
         best, backend = state, self.backend
         if state.best_step not in (0, state.step):
             try:
-                saved = read_state(path_of(self.folder, state.best_step))
+                saved = _read_checkpoint(path_of(self.folder, state.best_step), state.best_step)
                 backend = backends.get("numpy")  # so that a device does not hold two states
                 best = self._restored(saved, state, backend)
             except (FileNotFoundError, CheckpointError):
@@ -358,12 +360,12 @@ class Run:
 
     def _read(self, by_step: dict[int, Path], step: int) -> Saved:
         try:
-            return read_state(by_step[step])
+            return _read_checkpoint(by_step[step], step)
         except CheckpointError as error:
             older = [n for n in by_step if n < step]
             for n in reversed(older):
                 try:
-                    read_state(by_step[n])
+                    _read_checkpoint(by_step[n], n)
                 except CheckpointError:
                     continue
                 hint = f"that of step {n} is intact: resume from it with --resume-step {n}"
@@ -430,8 +432,22 @@ def require_ours(folder: Path) -> None:
     if (folder / RUN).is_file():
         return
     for path in folder.iterdir():
-        if path.name != LOCK and not path.match(f".{RUN}.*.part"):
+        if path.name != LOCK and not PART.fullmatch(path.name):
             raise FileExistsError(f"{folder} is no run and not empty: it has {path.name}")
+
+
+def is_begun(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder has a checkpoint or a model. Otherwise another run may use it."""
+    return bool(checkpoints(folder)) or Path(folder, checkpoint.WEIGHTS).is_file()
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a new run may use a folder: it is empty, or has only a run that has not begun."""
+    try:
+        require_ours(folder)
+    except FileExistsError:
+        return False
+    return not is_begun(folder)
 
 
 def read_run(folder: str | os.PathLike[str]) -> Any:
@@ -450,10 +466,37 @@ def read_run(folder: str | os.PathLike[str]) -> Any:
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
-    """The checkpoints of a run: step -> path, in order."""
-    paths = Path(folder, CHECKPOINTS).glob("step-*.safetensors")
-    named = {path.stem.removeprefix("step-"): path for path in paths}
-    return {int(n): named[n] for n in sorted(filter(str.isdecimal, named), key=int)}
+    """The checkpoints of a run: step -> path, in order. Files of other names are ignored."""
+    root = Path(folder)
+    paths = root.joinpath(CHECKPOINTS).glob("step-*.safetensors")
+    numbers = {path.stem.removeprefix("step-") for path in paths if path.is_file()}
+    steps = sorted(map(int, filter(str.isdecimal, numbers)))
+    by_step = {step: path_of(root, step) for step in steps}
+    return {step: path for step, path in by_step.items() if path.stem[len("step-") :] in numbers}
+
+
+def _warn_of_others(folder: Path) -> None:
+    """A UserWarning that names the files among the checkpoints that are none of this run."""
+    own = {path.name for path in checkpoints(folder).values()}
+    names = {path.name for path in folder.joinpath(CHECKPOINTS).iterdir()} - own
+    others = sorted(name for name in names if not ASIDE.search(name) and name[0] != ".")
+    if others:
+        shown = ", ".join(others[:SHOWN]) + (", ..." if len(others) > SHOWN else "")
+        warnings.warn(
+            f"{folder / CHECKPOINTS} has files that are no checkpoints of this run, which are "
+            f"ignored and kept: {shown}",
+            stacklevel=3,
+        )
+
+
+def _read_checkpoint(path: Path, step: int) -> Saved:
+    """The checkpoint at `path`. CheckpointError if it is damaged or of another step than `step`."""
+    saved = read_state(path)
+    if saved.numbers.get("step") != step:
+        raise CheckpointError(
+            f"{path} is a copy under another name: it has step {saved.numbers.get('step')}"
+        )
+    return saved
 
 
 def _moved(state: State, move: Callable[[Any], Any]) -> State:
