@@ -50,16 +50,24 @@ __all__ = [
 ]
 
 
-def get(name: str = "numpy", device: str | None = None) -> Backend:
+def get(name: str | Backend = "numpy", device: str | None = None) -> Backend:
     """Return the backend called `name`, on `device` (None: the library's default device).
+
+    name: or a Backend, which is returned; it has a device.
 
     "numba" and "mkl" use NumPy arrays. Their kernels run only within `active()` of the backend, and
     in functions to which the backend is passed.
 
-    Raises ValueError for an unknown name, and Unusable (an ImportError) if the backend cannot be
-    used here. The message says why, and how to install it.
+    Raises ValueError for an unknown name, and for a Backend beside a device. Raises Unusable (an
+    ImportError) if the backend cannot be used here. The message says why, and how to install it.
     """
-    return _open(name, device)[1]
+    if not isinstance(name, Backend):
+        return _open(name, device)[1]
+    if device is not None:
+        raise ValueError(
+            f"get: a Backend has a device: give the name {name.name!r} with {device!r}"
+        )
+    return name
 
 
 def backend_of(array: Array) -> Backend:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
+from collections.abc import Callable, Iterator
+from inspect import ismodule
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from libraries import LIBRARIES
 
-from xformer import backends
+import xformer as xf
+from xformer import backends, dispatch, finetune, pretrained, training, tree
 from xformer.backends import Backend, Generator, Memory, Unusable
 from xformer.dispatch import library_of
+from xformer.finetune.base import Example
 
 ROOT = Path(__file__).parents[1]
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64")
@@ -507,3 +516,137 @@ def test_generator_draws_what_it_says() -> None:
     assert set(rng.integers((1000,), low=-1, high=2).tolist()) == {-1, 0, 1}
     assert np.array_equal(rng.full((2, 2), 0.5), np.full((2, 2), 0.5))
     assert rng.normal((0, 3)).shape == (0, 3)
+
+
+# ---- By name or by object ----
+
+PUBLIC = ("xformer", *(f"xformer.{name}" for name in xf.__all__ if ismodule(getattr(xf, name))))
+GPT = xf.GPT(11, 1, 8, 2, 6)
+TRANSFORMER = xf.Transformer(7, 7, 8, 2, 1, 1, 6)
+IDS = np.arange(12).reshape(2, 6) % 11
+BATCH = training.Batch((IDS, IDS), {}, 12, 12)
+CONFIG = training.TrainConfig(steps=1, batch_size=2, warmup=1)
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Functions, classes and their methods in __all__ of public modules, by dotted name."""
+    seen: set[int] = set()
+    for module in map(importlib.import_module, PUBLIC):
+        for name in getattr(module, "__all__", vars(module)):
+            found = getattr(module, name)
+            members = vars(found).items() if inspect.isclass(found) else ()
+            members = [(k, one) for k, one in members if k[0] != "_" or k == "__call__"]
+            for path, one in ((name, found), *((f"{name}.{k}", v) for k, v in members)):
+                if inspect.isroutine(one) or inspect.isclass(one):
+                    if id(one) not in seen:
+                        yield path, one
+                    seen.add(id(one))
+
+
+def losses(backend: Any) -> Any:
+    state = training.start(GPT.init(0), CONFIG)
+    source = SimpleNamespace(batch=lambda i: BATCH)
+    return [s.loss for s in training.train(training.loss_of(GPT), state, source, CONFIG, backend)]
+
+
+def stored(write: Any) -> Callable[[Any], bytes]:
+    def files(backend: Any) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder, "x"), backend)
+            return b"".join(p.read_bytes() for p in sorted(Path(folder).rglob("*.safetensors")))
+
+    return files
+
+
+def from_files(read: Any) -> Callable[[Any], Any]:
+    def of(backend: Any) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            return read(Path(folder), backend)
+
+    return of
+
+
+def tuned(what: str, backend: Any) -> Any:
+    """What a function of `finetune` returns, for one example of three ids."""
+    model = pretrained.model({**GPT2, "architectures": ["GPT2LMHeadModel"]})
+    task = finetune.Task(model, None, 6)
+    params, example = model.init(0), Example(IDS[0, :3], IDS[0, 1:4])
+    if what == "loss":
+        return task.loss(params, task.batch([example], np.random.default_rng(0)), backend)[0]
+    if what == "evaluate":
+        return finetune.evaluate(task, params, [example], backend)
+    if what == "train":
+        return [s.loss for s in finetune.train(task, params, [example], CONFIG, backend)]
+    return finetune.run("unused", task, params, [example], CONFIG, backend).about
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2}
+
+
+def loaded(folder: Path, backend: Any) -> Any:
+    training.save(folder, GPT, GPT.init(0), "numpy")
+    return training.load(folder, backend)[1]
+
+
+def pretrained_loaded(folder: Path, backend: Any) -> Any:
+    model = pretrained.model({**GPT2, "architectures": ["GPT2LMHeadModel"]})
+    pretrained.save(model, model.init(0), folder)
+    return pretrained.load(folder, backend)[1]
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "GPT.init": lambda b: GPT.init(0, b),
+    "LanguageModel.init": lambda b: GPT.network.init(0, b),
+    "Transformer.init": lambda b: TRANSFORMER.init(0, b),
+    "EncoderDecoder.init": lambda b: TRANSFORMER.network.init(0, b),
+    "evaluate": lambda b: training.evaluate(training.loss_of(GPT), GPT.init(0), [BATCH], b),
+    "train": losses,
+    "save": stored(lambda folder, b: training.save(folder, GPT, GPT.init(0), b)),
+    "load": from_files(loaded),
+    "pretrained.load": from_files(pretrained_loaded),
+    "write_state": stored(lambda path, b: training.write_state(path, {"a": IDS}, b)),
+    "Run": lambda b: training.Run("unused", b, {}).backend.name,
+    "Task.loss": lambda b: tuned("loss", b),
+    "finetune.evaluate": lambda b: tuned("evaluate", b),
+    "finetune.train": lambda b: tuned("train", b),
+    "run": lambda b: tuned("run", b),
+    "loss_of": lambda b: training.loss_of(GPT)(GPT.init(0), BATCH, b)[0],
+    "kernels": lambda b: chosen_within(b),
+    "get": lambda b: backends.get(b).name,
+}
+# A user's own loss gets the object; a Generator is made by a Backend.
+OBJECTS = {"Loss.__call__", "Generator"}
+
+
+def chosen_within(backend: Any) -> str:
+    with xf.kernels(backend):
+        return dispatch.chosen_kernels()
+
+
+def test_every_public_function_takes_a_name_or_an_object() -> None:
+    """By its signature: each of them has a call below."""
+    found = set()
+    for path, one in public():
+        try:
+            parameters = inspect.signature(one).parameters
+        except (TypeError, ValueError):
+            continue
+        if "backend" in parameters and path not in OBJECTS:
+            annotation = str(parameters["backend"].annotation)
+            assert annotation.replace("backends.", "") == "str | Backend", path
+            found.add(path.rpartition("finetune.")[2])
+    assert len(found) >= 12
+    assert found <= {name.removeprefix("finetune.").removeprefix("pretrained.") for name in CALLS}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_by_name_and_by_object(call: Callable[[Any], Any]) -> None:
+    one, other = (call(b) for b in ("numpy", backends.get("numpy")))
+    one, other = (tree.flatten({"": found}) for found in (one, other))
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(a, b) for a, b in zip(one.values(), other.values(), strict=True))
+
+
+def test_an_object_has_a_device() -> None:
+    with pytest.raises(ValueError, match="a Backend has a device: give the name 'numpy'"):
+        backends.get(backends.get("numpy"), "cpu")

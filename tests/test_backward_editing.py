@@ -310,3 +310,11 @@ def test_wrong_results_of_the_function() -> None:
         xf.edit(cache, {ATTN: lambda dy: dy.astype("float32")}).backward()
     with pytest.raises(TypeError, match=rf"edit: {ATTN}: the function's result must .*got"):
         xf.edit(cache, {ATTN: lambda dy: None}).backward()  # type: ignore[arg-type,return-value]
+
+
+def test_watch_takes_dy_by_name() -> None:
+    with xf.unfused():
+        logits, cache = GPT.forward(GPT.init(seed=0, dtype="float64"), TOKENS)
+    dy = np.random.default_rng(0).normal(size=logits.shape)
+    (grads, one), (others, other) = xf.watch(cache, ATTN, dy), xf.watch(cache, ATTN, dy=dy)
+    assert same(grads, others) and np.array_equal(one[ATTN].dx, other[ATTN].dx)

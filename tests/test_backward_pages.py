@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from truths import minilm
 
+import xformer
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
@@ -81,3 +83,9 @@ def test_attribution_patching(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     exec(theirs, names)
     assert names["worst"] < 1e-14
+
+
+def test_an_op_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    *_, block = blocks("private-training.md")
+    exec(block, {"__name__": "page", "np": np, "xf": xformer})
+    assert capsys.readouterr().out == "the norms of each example alone: True\n"

@@ -1058,7 +1058,7 @@ TRANSFORMER = {
 }
 ACTIVATIONS = (
     "feed_forward: activation must be one of relu, gelu, gelu_tanh, silu, tanh, sigmoid, "
-    "relu_squared, quick_gelu, got 'x'"
+    "relu_squared, quick_gelu, got 'x'; ops.activation.register adds one of your own"
 )
 BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     *(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -349,9 +350,9 @@ def test_wrong_input() -> None:
 
     with pytest.raises(ValueError, match="jvp: 2 arguments need as many tangents, got 1"):
         xf.jvp(double, (x, x), (x,))
-    with pytest.raises(ValueError, match=r"jvp: a tangent must have shape \(3,\), got \(2,\)"):
+    with pytest.raises(ValueError, match=r"jvp: tangents.0. must have shape \(3,\), got \(2,\)"):
         xf.jvp(double, (x,), (np.ones(2),))
-    with pytest.raises(TypeError, match="jvp: a tangent must be float64, got float32"):
+    with pytest.raises(TypeError, match=r"jvp: tangents\[0\] must be float64, got float32"):
         xf.jvp(double, (x,), (np.ones(3, np.float32),))
     with pytest.raises(TypeError, match="an argument of dtype int64 is constant"):
         xf.jvp(double, (np.arange(3),), (np.arange(3),))
@@ -385,3 +386,36 @@ def test_nothing_is_kept_of_a_call() -> None:
     for _ in range(3):
         xf.jvp(lambda x: ops.softmax(x)[0], (x,), (x,))
     assert len(_namespaces) == before
+
+
+def squared(w: Any, x: Any) -> Any:
+    """The loss (x w)^2 / n, and its cache."""
+    y, linear = ops.linear(x, w, None)
+    loss, mse = ops.mse(y, 0 * y)
+    return loss, SimpleNamespace(backward=lambda: linear.backward(mse.backward()[0])[1])
+
+
+def test_a_constant_of_another_library_is_named() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, w = np.random.default_rng(0).normal(size=(2, 4, 4))
+    there = torch.asarray(w)
+    with pytest.raises(TypeError, match=r"hvp: args\[0\] must be of torch, as params, got arrays"):
+        xf.hvp(squared, there, there, x)
+    with pytest.raises(TypeError, match=r"gauss_newton: args\[0\] must be of torch, as params"):
+        xf.gauss_newton(lambda w, x: ops.linear(x, w, None), None, there, there, x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"jvp: args\[1\] must be of torch, as args\[0\], got ar"):
+        xf.jvp(lambda w, x: squared(w, x)[0], (there, x), (there, None))
+    with pytest.raises(TypeError, match="hvp: v must be an array of torch, got one of numpy"):
+        xf.hvp(squared, there, w, torch.asarray(x))
+    with pytest.raises(ValueError, match=r"hvp: v must have shape \(4, 4\), got \(2, 4\)"):
+        xf.hvp(squared, w, w[:2], x)
+
+
+def test_a_constant_of_a_closure_is_named() -> None:
+    """It cannot be followed where a function of NumPy meets it."""
+    xs, w = np.random.default_rng(0).normal(size=(2, 4, 4))
+    with pytest.raises(TypeError, match=r"hvp: .* \(it uses xs\) must be an argument of hvp"):
+        xf.hvp(lambda w: squared(w, xs), w, w)
+    assert np.all(np.isfinite(xf.hvp(squared, w, w, xs)))
+    with pytest.raises(TypeError, match=r"jvp: .* \(it uses xs\) must be an argument of jvp, with"):
+        xf.jvp(lambda w: np.concatenate([w, xs]), (w,), (w,))

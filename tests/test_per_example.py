@@ -14,7 +14,7 @@ from libraries import only
 import xformer as xf
 from xformer import backends, ops, tree
 from xformer.backends import Backend
-from xformer.backward import PerExample
+from xformer.backward import PerExample, rules
 from xformer.backward.summands import Summands
 from xformer.catalogue import Case, cases
 from xformer.layers import EmbedConfig, ExpertsConfig
@@ -369,3 +369,108 @@ def test_losses_that_mix_the_examples(case: Case) -> None:
         _, cache = fn(*args)
         with pytest.raises(ValueError, match=r"by load_balancing, the loss of an example depends"):
             xf.per_example(cache)
+
+
+# ---- Ops of one's own ----
+
+
+class Scaled(NamedTuple):
+    """y = x * w, with w (D,)."""
+
+    x: Any
+    w: Any
+
+    def backward(self, dy: Any) -> Any:
+        return dy * self.w, (dy * self.x).sum(axis=(0, 1))
+
+
+class Params(NamedTuple):
+    w: Any
+    b: Any
+
+
+class Moved(NamedTuple):
+    """y = x * w + b, whose backward returns the gradients of its parameters as a tree."""
+
+    x: Any
+    params: Params
+
+    def backward(self, dy: Any) -> Any:
+        grads = Params((dy * self.x).sum(axis=(0, 1)), dy.sum(axis=(0, 1)))
+        return dy * self.params.w, grads
+
+
+class Model(NamedTuple):
+    """The cache of a linear layer, and of an op of ours after it."""
+
+    linear: Any
+    own: Any
+
+    def backward(self, dy: Any) -> Any:
+        dx, down = self.own.backward(dy)
+        return {"linear": self.linear.backward(dx)[1], "own": down}
+
+
+X, DY = np.random.default_rng(1).normal(size=(2, 3, 5, 4))
+W = np.random.default_rng(2).normal(size=(3, 4, 4))
+
+
+def model_of(kind: Any, x: Any = X) -> Any:
+    h, linear = ops.linear(x, W[0], None)
+    params = W[1, 0] if kind is Scaled else Params(W[1, 0], W[2, 0])
+    return Model(linear, kind(h, params))
+
+
+@pytest.fixture
+def rules_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "OWN", {})
+    xf.per_example_rule(Scaled, lambda cache, dy: (None, (dy * cache.x).sum(axis=1)))
+    xf.per_example_rule(
+        Moved, lambda cache, dy: (None, Params((dy * cache.x).sum(axis=1), dy.sum(axis=1)))
+    )
+
+
+@pytest.mark.usefixtures("rules_of_ones_own")
+@pytest.mark.parametrize("kind", [Scaled, Moved])
+def test_an_op_of_ones_own(kind: Any) -> None:
+    cache = model_of(kind)
+    found = xf.per_example(cache, DY)
+    whole = tree.flatten(cache.backward(DY))
+    alone = [model_of(kind, X[i : i + 1]).backward(DY[i : i + 1]) for i in range(3)]
+    norms = [sum((g**2).sum() for g in tree.flatten(grads).values()) for grads in alone]
+    np.testing.assert_allclose(found.squared_norms, norms, rtol=1e-12)
+    assert all(np.array_equal(whole[n], g) for n, g in tree.flatten(found.grads).items())
+    weights = np.asarray([0.5, 2.0, 0.0])
+    parts = [tree.map(lambda g, w=w: g * w, g) for g, w in zip(alone, weights, strict=True)]
+    wanted = tree.flatten(tree.map(lambda *g: sum(g), *parts))
+    for name, got in tree.flatten(found.weighted(weights)).items():
+        np.testing.assert_allclose(got, wanted[name], rtol=1e-12)
+
+
+@pytest.mark.usefixtures("rules_of_ones_own")
+def test_wrong_rules_of_ones_own() -> None:
+    for rule, message in (
+        (lambda cache, dy: (dy * cache.x).sum(axis=1), "must return 2 gradients in a tuple"),
+        (lambda cache, dy: (None, dy.sum(axis=(0, 1))), r"must have shape \(3, 4\), got \(4,\)"),
+    ):
+        xf.per_example_rule(Scaled, rule)
+        with pytest.raises(ValueError, match=message):
+            xf.per_example(model_of(Scaled), DY)
+    with pytest.raises(TypeError, match="cache must be the class of a cache"):
+        xf.per_example_rule(Scaled(X, W[0]), lambda cache, dy: None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="rule must be a function, got int"):
+        xf.per_example_rule(Scaled, 3)  # type: ignore[arg-type]
+
+
+def test_an_op_without_a_rule_names_the_way() -> None:
+    with pytest.raises(ValueError, match=r"gradients of .*Scaled: give it one by xf\.per_example_"):
+        xf.per_example(model_of(Scaled), DY)
+
+
+def test_dy_has_a_name() -> None:
+    params = GPT.init(seed=0, dtype="float64")
+    with xf.unfused():
+        logits, cache = GPT.forward(params, TOKENS)
+    dy = np.random.default_rng(0).normal(size=logits.shape)
+    one, other = xf.per_example(cache, dy), xf.per_example(cache, dy=dy)
+    assert np.array_equal(one.squared_norms, other.squared_norms)

@@ -186,7 +186,7 @@ def test_early_stopping_counts_validations() -> None:
     assert steps[-1].step == best.step + 6 < 50
     state = steps[-1].state
     assert (state.best, state.best_step, state.stale) == (best.validation, best.step, 3)
-    assert list(training.train(training.loss_of(GPT), state, Any, config, NUMPY)) == []  # type: ignore[arg-type]
+    assert list(training.train(training.loss_of(GPT), state, Own(None), config, NUMPY)) == []
 
 
 def test_the_average_is_validated() -> None:
@@ -594,3 +594,51 @@ def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match="file"):
         training.save(tmp_path / "file" / "run", GPT, GPT.init(), NUMPY)
+
+
+# Batches of one's own
+
+IDS = np.random.default_rng(0).integers(0, 256, (8, 9))
+WINDOWS = IDS[:, :-1], IDS[:, 1:]
+SHORT = training.TrainConfig(steps=2, batch_size=8, lr=1e-2, warmup=1)
+
+
+class Own:
+    """A source that only has batches."""
+
+    def __init__(self, batch: Any) -> None:
+        self.of = batch
+
+    def batch(self, i: int) -> Any:
+        return self.of
+
+
+def of_own(batch: Any, **options: Any) -> list[float]:
+    state = training.start(GPT.init(0), SHORT)
+    loss, options = training.loss_of(GPT), {"held_out": [batch], **options}
+    steps = [*training.train(loss, state, Own(batch), SHORT, "numpy", **options)]
+    return [steps[0].loss, steps[1].loss, steps[1].validation or 0.0, steps[1].tokens]
+
+
+def test_batches_of_ones_own_are_tuples() -> None:
+    wanted = of_own(training.Batch(WINDOWS, {}, 64, 64))
+    assert of_own(WINDOWS) == wanted and wanted[3] == 128
+
+
+@pytest.mark.parametrize(
+    ("batch", "got"), [(None, "NoneType"), (IDS, "ndarray"), ((), "tuple"), ([*WINDOWS], "list")]
+)
+def test_batches_that_are_none(batch: Any, got: str) -> None:
+    wanted = f"must be a training.Batch, or a tuple of NumPy arrays .*, got {got}"
+    with pytest.raises(TypeError, match=rf"train: source\.batch\(0\) {wanted}"):
+        of_own(batch)
+    params = GPT.init(0)
+    with pytest.raises(TypeError, match=f"evaluate: held-out batch 1 {wanted}"):
+        training.evaluate(training.loss_of(GPT), params, [WINDOWS, batch], "numpy")
+
+
+@pytest.mark.parametrize("source", [[WINDOWS], iter([WINDOWS]), lambda i: WINDOWS])
+def test_a_source_without_batches(source: Any) -> None:
+    state = training.start(GPT.init(0), SHORT)
+    with pytest.raises(TypeError, match=r"train: source must have a method batch\(i\)"):
+        next(training.train(training.loss_of(GPT), state, source, SHORT, "numpy"))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         training,
         tree,
     )
-    from xformer.backward import edit, per_example, stepped, watch
+    from xformer.backward import edit, per_example, per_example_rule, stepped, watch
     from xformer.compiling import compile
     from xformer.derivatives import gauss_newton, hvp, jvp
     from xformer.dispatch import (
@@ -77,6 +77,7 @@ __all__ = [
     "overridable",
     "parallel",
     "per_example",
+    "per_example_rule",
     "plots",
     "pretrained",
     "reference_only",
@@ -94,7 +95,7 @@ __all__ = [
 later(
     __name__,
     backends="backends",
-    backward="edit per_example stepped watch",
+    backward="edit per_example per_example_rule stepped watch",
     compiling="compile",
     derivatives="gauss_newton hvp jvp",
     dispatch="explain inference kernel kernels overridable reference_only unfused",

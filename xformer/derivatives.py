@@ -6,15 +6,19 @@ arguments. Ops run their references.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import tree
 from xformer.arrays.dual import Dual, dual, forget
-from xformer.dispatch import reference_only
+from xformer.checks import require_shape
+from xformer.dispatch import library_of, reference_only
 from xformer.shapes import require_like
 from xformer.typing import Array
 
@@ -37,36 +41,56 @@ def jvp(fn: Callable[..., T], args: Sequence[Any], tangents: Sequence[Any]) -> t
     """
     if len(args) != len(tangents):
         raise ValueError(f"jvp: {len(args)} arguments need as many tangents, got {len(tangents)}")
-    level = next(_levels)
+    names = [f"args[{i}]" for i in range(len(args))]
+    return _jvp("jvp", fn, args, tangents, names, [f"tangents[{i}]" for i in range(len(args))])
 
-    def raised(x: Array, v: Array) -> Dual:
-        require_like("jvp", "a tangent", v, x)
-        if tuple(v.shape) != tuple(x.shape):
-            raise ValueError(
-                f"jvp: a tangent must have shape {tuple(x.shape)}, got {tuple(v.shape)}"
+
+def _jvp(
+    what: str,
+    fn: Callable[..., T],
+    args: Sequence[Any],
+    tangents: Sequence[Any],
+    names: Sequence[str],
+    tangent_names: Sequence[str],
+) -> tuple[T, T]:
+    """`jvp`; what, names, tangent_names: of the function and of its arguments, for messages."""
+    level = next(_levels)
+    libraries: dict[str, str] = {}  # library -> the first argument of it
+
+    def raised(name: str, x: Array, v: Array) -> Dual:
+        require_like(what, name, v, x)
+        require_shape(what, name, v, x.shape)
+        if not _is_floating(x):
+            raise TypeError(
+                f"{what}: an argument of dtype {x.dtype} is constant: {name} must be None"
             )
-        if not array_namespace(x).isdtype(x.dtype, "real floating"):
-            raise TypeError(f"jvp: an argument of dtype {x.dtype} is constant: its tangent is None")
         return dual(x, v, level)
 
     def constant(x: Any) -> Any:
-        is_floating = is_array_api_obj(x) and array_namespace(x).isdtype(x.dtype, "real floating")
-        return dual(x, array_namespace(x).zeros_like(x), level) if is_floating else x
+        return dual(x, array_namespace(x).zeros_like(x), level) if _is_floating(x) else x
 
-    duals = [
-        tree.map(constant, x) if v is None else tree.map(raised, x, v)
-        for x, v in zip(args, tangents, strict=True)
-    ]
+    duals = []
+    for x, v, name, tangent_name in zip(args, tangents, names, tangent_names, strict=True):
+        for leaf in tree.flatten({"": x}).values():
+            if _is_floating(leaf):
+                libraries.setdefault(library_of(type(leaf)), name)
+        one = constant if v is None else partial(raised, tangent_name)
+        duals.append(tree.map(one, x) if v is None else tree.map(one, x, v))
+    if len(libraries) > 1:
+        (wanted, first), (got, other), *_ = libraries.items()
+        raise TypeError(f"{what}: {other} must be of {wanted}, as {first}, got arrays of {got}")
     try:
         with reference_only():
             y = fn(*duals)
     except TypeError as error:
         said = str(error)
         if "Dual" in said and not said.startswith(("dual:", "unsupported operand")):
+            named = f" (it uses {', '.join(own)})" if (own := _arrays_of(fn)) else ""
+            way = "with the tangent None" if what == "jvp" else "after v"
             raise TypeError(
-                "jvp: the function must call functions of `array_namespace(x)`, and a floating "
-                "array whose functions it calls must be an argument of jvp, with the tangent None "
-                f"if it is constant ({error})"
+                f"{what}: the function must call functions of `array_namespace(x)`, and a floating "
+                f"array whose functions it calls{named} must be an argument of {what}, {way} if it "
+                f"is constant ({error})"
             ) from error
         raise
     finally:
@@ -74,6 +98,20 @@ def jvp(fn: Callable[..., T], args: Sequence[Any], tangents: Sequence[Any]) -> t
     return tree.map(lambda leaf: _parts(leaf, level)[0], y), tree.map(
         lambda leaf: _parts(leaf, level)[1], y
     )
+
+
+def _is_floating(x: Any) -> bool:
+    return is_array_api_obj(x) and bool(array_namespace(x).isdtype(x.dtype, "real floating"))
+
+
+def _arrays_of(fn: Any) -> list[str]:
+    """The names of the floating arrays that a function of Python uses without an argument."""
+    fn = inspect.unwrap(fn)
+    try:
+        used = inspect.getclosurevars(fn)
+    except (TypeError, ValueError):  # no function of Python, or one of a variable without a value
+        return []
+    return [name for name, x in {**used.nonlocals, **used.globals}.items() if _is_floating(x)]
 
 
 def hvp(fn: Callable[..., tuple[Array, Any]], params: T, v: T, *args: Any) -> T:
@@ -93,7 +131,8 @@ def hvp(fn: Callable[..., tuple[Array, Any]], params: T, v: T, *args: Any) -> T:
             )
         return gradient
 
-    return jvp(gradient, (params, *args), (v, *(None for _ in args)))[1]
+    functools.update_wrapper(gradient, fn)
+    return _jvp("hvp", gradient, *_with_constants(params, v, args))[1]
 
 
 def gauss_newton(
@@ -113,10 +152,21 @@ def gauss_newton(
     params, v: trees of the same structure, dtypes and shapes
     args: constants, as in `hvp`
     """
-    _, dz = jvp(lambda *args: model(*args)[0], (params, *args), (v, *(None for _ in args)))
+
+    def output(*args: Any) -> Array:
+        return model(*args)[0]
+
+    functools.update_wrapper(output, model)
+    _, dz = _jvp("gauss_newton", output, *_with_constants(params, v, args))
     z, cache = model(params, *args)
     gradient: T = cache.backward(hvp(loss, z, dz))
     return gradient
+
+
+def _with_constants(params: Any, v: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `_jvp` after fn for the derivative along v of params."""
+    names = ["params", *(f"args[{i}]" for i in range(len(args)))]
+    return (params, *args), (v, *(None for _ in args)), names, ["v", *names[1:]]
 
 
 def _parts(leaf: Any, level: int) -> tuple[Array, Array]:

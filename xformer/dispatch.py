@@ -344,11 +344,11 @@ def is_reference_only() -> bool:
 
 
 @contextmanager
-def kernels(name: str) -> Iterator[None]:
+def kernels(name: Any) -> Iterator[None]:
     """A context in which the kernels of backend `name` run for NumPy arrays.
 
     name: "numpy"; "numba": its kernels are tried before NumPy's; "mkl": like "numba", with matmuls
-        by Intel's MKL
+        by Intel's MKL. Or the backend of that name.
 
     Other threads and tasks are not affected. `active()` of a backend of that name enters this
     context, and so do functions that get the backend as an argument. Use it around a call, never
@@ -357,6 +357,7 @@ def kernels(name: str) -> Iterator[None]:
     ValueError for another name. `backends.Unusable`, an ImportError that names the extra, if the
     backend is not installed.
     """
+    name = getattr(name, "name", name)
     if name not in _SETS:
         from xformer.checks import require_one_of  # which imports this module
 

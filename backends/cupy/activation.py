@@ -8,12 +8,12 @@ from xformer import ops
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 from xformer.checks import require_gradient
 from xformer.dispatch import Overridable, kernel
-from xformer.ops.activation import ACTIVATIONS
+from xformer.ops.activation import BUILT_IN
 from xformer.shapes import STORED
 from xformer.showing import short
 from xformer.typing import Array
 
-SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=(*ACTIVATIONS, "erf"))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=(*BUILT_IN, "erf"))
 BLOCK = 256  # threads; each computes one pack of elements
 
 

@@ -65,6 +65,9 @@ class Dual:
     def __init__(self, value: Array, tangent: Array, level: int) -> None:
         self.value, self.tangent, self.level = value, tangent, level
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a Dual array is no array of NumPy")
+
     def __array_namespace__(self, api_version: str | None = None) -> Any:
         return _namespace(array_namespace(self.value), self.level)
 

@@ -42,12 +42,12 @@ class Watched(NamedTuple):
         return _first(self.grads)
 
 
-def watch(cache: Any, pattern: str, *dys: Any) -> tuple[Any, dict[str, Watched]]:
+def watch(cache: Any, pattern: str, *dys: Any, dy: Any = None) -> tuple[Any, dict[str, Watched]]:
     """(grads, watched): the result of `cache.backward(*dys)`, and by name what flowed through it.
 
     pattern: of names of nodes, as in `fnmatch`: "stack.blocks.*.attn". The names are those of the
         parameters (`xformer/backward/addresses.py`); "*" shows all of them.
-    dys: the arguments of `cache.backward`; none for a loss
+    dys, dy: the arguments of `cache.backward`; none for a loss
 
     Forward should run within `xf.unfused()` or `xf.reference_only()`: a kernel may compute several
     layers at once, and then there are fewer nodes. A node that a backward makes itself, as in
@@ -70,7 +70,7 @@ def watch(cache: Any, pattern: str, *dys: Any) -> tuple[Any, dict[str, Watched]]
 
         return with_methods(node, {"backward": backward})
 
-    grads = replaced(watched, cache).backward(*dys)
+    grads = replaced(watched, cache).backward(*(dys if dy is None else (*dys, dy)))
     return grads, {name: seen[name] for name in reversed(seen)}
 
 

@@ -65,7 +65,7 @@ class PerExample(NamedTuple):
         return self.weighted(xp.where(shorter, 1.0, max_norm / xp.where(shorter, 1.0, norms)))
 
 
-def per_example(cache: Any, *dys: Any) -> PerExample:
+def per_example(cache: Any, *dys: Any, dy: Any = None) -> PerExample:
     """The gradients of all examples of a batch, from one backward; none of them is stored.
 
     The gradient of an example is that of its part of the loss, so their sum is the gradient. With
@@ -74,7 +74,7 @@ def per_example(cache: Any, *dys: Any) -> PerExample:
     ("ghost norms", arXiv:2110.05679), or from its gradient where that is less work.
 
     cache: of a loss or a forward; the first axis of its arrays is the batch
-    dys: the arguments of `cache.backward`; none for a loss
+    dys, dy: the arguments of `cache.backward`; none for a loss
 
     Memory: x and dy of all linear layers are kept until the result is dropped.
 
@@ -82,6 +82,7 @@ def per_example(cache: Any, *dys: Any) -> PerExample:
     ValueError, with the name of what cannot be done: a loss that mixes the examples, an op without
     a rule, and kernels that compute several layers at once or save too little.
     """
+    dys = dys if dy is None else (*dys, dy)
     n = _n_examples(cache, dys)
     known = _known(cache, n)
     if n == 0:
@@ -115,7 +116,7 @@ def _known(node: Any, n: int) -> Any:
     if not isinstance(node, tuple):
         return node
     rule = _rule(node) if is_node(node) else None
-    if is_node(node) and (_is_of_op(node) or _is_without_examples(node)):
+    if is_node(node) and (_is_of_op(node) or rules.own(node) or _is_without_examples(node)):
         return node if rule is None else _with_rule(node, rule, n)
     parts = [_known(part, n) for part in node]
     node = with_parts(node, parts) if hasattr(node, "_fields") else tuple(parts)
@@ -142,13 +143,17 @@ def _rule(node: Any) -> rules.Rule | None:
     if fused_op(node) is not None:
         raise ValueError(f"per_example: a kernel of {op} ran; {UNFUSED}")
     rule = rules.OPS.get(op) if _is_of_op(node) else rules.LAYERS.get(kind_of(node))
+    rule = rule or rules.own(node)
     if rule is not None and is_edited(node):
         raise ValueError(f"per_example: the node of {op} was edited; edit the layer around it")
     if op in rules.MIXED:
         raise ValueError(f"per_example: by {op}, the loss of an example depends on the others")
     is_known = _is_of_op(node) and op in rules.PLAIN
     if rule is None and not is_known and not _has_nodes(node):
-        raise ValueError(f"per_example: there is no rule for the gradients of {kind_of(node)}")
+        raise ValueError(
+            f"per_example: there is no rule for the gradients of {kind_of(node)}: give it one by "
+            "xf.per_example_rule"
+        )
     return rule
 
 

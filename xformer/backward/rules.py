@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from xformer.backward.summands import Each, Product, Summands, each_of, rows
+from xformer.checks import require_gradient
 from xformer.layers.linear import BiasParams
 from xformer.ops.sum_to import sum_to
 from xformer.typing import Array
@@ -207,6 +208,63 @@ def heads(cache: Any, dys: tuple[Any, ...], grads: Any, n: int) -> Any:
     return dy, dnorm, _each(dpos, make)
 
 
+def per_example_rule(cache: type, rule: Callable[..., Any]) -> None:
+    """Let `per_example` compute the gradients of an op of your own.
+
+    def rule(cache, dy):  # y = x * w, of x (B, T, D) and w (D,)
+        return None, xp.sum(dy * cache.x, axis=1)  # dw of each example, (B, D)
+
+    xf.per_example_rule(MyCache, rule)
+
+    cache: the class of the op's cache, a NamedTuple with a backward
+    rule: rule(cache, *dys) returns what `cache.backward(*dys)` returns, with an array (B, *shape)
+        in the place of a parameter's gradient of `shape`, the gradient of each example. None in the
+        place of the gradient of an input, whose first axis is the batch.
+
+    TypeError for another class, and for a rule that cannot be called.
+    """
+    if not (isinstance(cache, type) and hasattr(cache, "_fields") and hasattr(cache, "backward")):
+        raise TypeError(
+            "per_example_rule: cache must be the class of a cache, a NamedTuple with a backward, "
+            f"got {cache!r:.100}"
+        )
+    if not callable(rule):
+        raise TypeError(f"per_example_rule: rule must be a function, got {type(rule).__name__}")
+    OWN[cache] = rule
+
+
+def own(node: Any) -> Rule | None:
+    """The rule of a cache whose class has a `per_example_rule`; None for others."""
+    function = next((OWN[kind] for kind in type(node).__mro__ if kind in OWN), None)
+    return None if function is None else partial(_by_function, function)
+
+
+def _by_function(
+    function: Callable[..., Any], cache: Any, dys: tuple[Any, ...], grads: Any, n: int
+) -> Any:
+    """A `Rule` by the function of `per_example_rule`."""
+    name = type(cache).__name__
+    if any(isinstance(dy, Summands) for dy in dys):
+        raise ValueError(f"per_example: the rule of {name} needs inputs with a batch axis")
+
+    def merged(each: Any, grad: Any) -> Any:
+        if each is None or grad is None:
+            return grad
+        if isinstance(grad, tuple):
+            if not isinstance(each, tuple) or len(each) != len(grad):
+                raise ValueError(
+                    f"per_example: the rule of {name} must return {len(grad)} gradients in a "
+                    f"tuple, as its backward, got {type(each).__name__}"
+                )
+            parts: Any = tuple(map(merged, each, grad))
+            return type(grad)(*parts) if hasattr(grad, "_fields") else parts
+        what = f"a gradient by the rule of {name}"
+        require_gradient("per_example", what, each, grad, (n, *grad.shape))
+        return Summands(grad, [Each(lambda: each)])
+
+    return merged(function(cache, *dys), grads)
+
+
 def summed_positions(dpos: Any, shape: tuple[int, ...]) -> Any:
     """The gradient of position vectors of `shape`, from that of their sum with embeddings."""
     total = sum_to(dpos, shape=shape)
@@ -233,7 +291,7 @@ LAYERS: dict[str, Rule] = {"linear.BiasCache": bias, "attention.HeadsCache": hea
 # Ops without parameters that treat the rows of x one by one.
 PLAIN = {
     *("clamped_swiglu", "cross_entropy", "dropout", "erf", "gated_delta_rule", "gelu", "glu"),
-    *("index_add", "l2_normalize"),
+    *("activation", "index_add", "l2_normalize"),
     *(
         "log_softmax",
         "lsh_attention",
@@ -246,4 +304,6 @@ PLAIN = {
     ),
     *("sigmoid", "silu", "softcap", "softmax", "tanh"),
 }
+# Caches of ops of users -> their function in `per_example_rule`.
+OWN: dict[type, Callable[..., Any]] = {}
 MIXED = {"info_nce", "load_balancing"}  # the loss of an example depends on the others

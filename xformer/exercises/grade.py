@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import is_array_api_obj
 
-from xformer import dispatch, tree
+from xformer import backends, dispatch, tree
 from xformer.backends import Backend
 from xformer.exercises.exercise import Exercise
 from xformer.exercises.findings import Finding, Grade
@@ -52,7 +52,7 @@ def load(path: str | Path, *, seconds: float | None = None) -> dict[str, Any]:
 def grade(
     exercise: Exercise,
     names: Mapping[str, Any],
-    libraries: Sequence[Backend],
+    libraries: Sequence[str | Backend],
     *,
     seconds: float | None = None,
 ) -> Grade:
@@ -66,14 +66,15 @@ def grade(
     """
     findings: list[Finding] = []
     hints: dict[str, list[str]] = {}
-    for backend in libraries:
+    used = [backends.get(library) for library in libraries]
+    for backend in used:
         for case in exercise.draws:
             run = _Run(exercise, names, backend, case, seconds)
             findings += run.findings()
             for row, hint in hints_of(exercise, case, run.dy, run.got, run.wanted, run.wrong):
                 hints.setdefault(row, []).append(hint)
     by_row = {row: tuple(dict.fromkeys(texts)) for row, texts in hints.items()}
-    return Grade(exercise, tuple(b.name for b in libraries), tuple(findings), by_row)
+    return Grade(exercise, tuple(b.name for b in used), tuple(findings), by_row)
 
 
 class _Wrong(Exception):

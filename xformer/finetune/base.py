@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from xformer import ops
+from xformer import backends, ops
 from xformer.backends import Backend
 from xformer.checks import plain_numbers, whole
 from xformer.generation.text import end_of
@@ -61,10 +61,14 @@ class Task:
         return Batch((tokens, targets), {"mask": mask}, n_targets, int(mask.sum()))
 
     def loss(
-        self, params: Any, batch: Batch, backend: Backend, dropout_key: ops.RandomKey | None = None
+        self,
+        params: Any,
+        batch: Batch,
+        backend: str | Backend,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, Any]:
         """The mean loss () of a batch in nats, and its cache. dropout_key: None: no dropout."""
-        return self.of(params, on(batch, backend), dropout_key)
+        return self.of(params, on(batch, backends.get(backend)), dropout_key)
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
         """The mean loss () of a batch's arrays and masks, and its cache: a function of arrays."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xformer import training, tree
+from xformer import backends, training, tree
 from xformer.backends import Backend
 from xformer.finetune import lora
 from xformer.finetune.base import Example, Task, TaskLoss
@@ -26,7 +26,7 @@ def train(
     params: Any,
     examples: Sequence[Example],
     config: TrainConfig,
-    backend: Backend,
+    backend: str | Backend,
     held_out: Sequence[Example] = (),
     *,
     optimiser: Optimiser | None = None,
@@ -63,7 +63,7 @@ def run(
     params: Any,
     examples: Sequence[Example],
     config: TrainConfig,
-    backend: Backend,
+    backend: str | Backend,
     held_out: Sequence[Example] = (),
     *,
     base: str | os.PathLike[str] | None = None,
@@ -104,7 +104,7 @@ def about_of(
     params: Any,
     examples: Sequence[Example],
     config: TrainConfig,
-    backend: Backend,
+    backend: str | Backend,
     held_out: Sequence[Example] = (),
 ) -> dict[str, Any]:
     """What a run stores of its model, task, configuration and data. Arguments as of `run`."""
@@ -117,7 +117,7 @@ def about_of(
         "model": {
             "name": type(task.model).__name__,
             "source": dict(source),
-            "parameters": digest(tree.flatten(params), backend),
+            "parameters": digest(tree.flatten(params), backends.get(backend)),
         },
         "task": {"name": type(task).__name__} | {name: getattr(task, name) for name in fields},
         "adapters": {
@@ -136,7 +136,7 @@ def evaluate(
     task: Task,
     params: Any,
     examples: Sequence[Example],
-    backend: Backend,
+    backend: str | Backend,
     *,
     batch_size: int = 8,
     seed: int = 0,

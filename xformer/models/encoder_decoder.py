@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer import backends, ops, tree
-from xformer.backends import Generator
+from xformer.backends import Backend, Generator
 from xformer.checks import number, plain_numbers, require_mask, require_tokens, require_vectors
 from xformer.dispatch import inference, saved
 from xformer.initializers import normal, xavier_uniform
@@ -129,7 +129,7 @@ class EncoderDecoder:
         return src, tgt, tgt
 
     def init(
-        self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
+        self, seed: int = 0, backend: str | Backend = "numpy", dtype: str = "float32"
     ) -> EncoderDecoderParams:
         """Initial parameters: Xavier uniform; embeddings normal with variance 1 / width."""
         return self.init_from(backends.get(backend).generator(seed, dtype))

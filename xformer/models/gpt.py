@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from xformer import backends, ops
-from xformer.backends import Generator
+from xformer.backends import Backend, Generator
 from xformer.checks import plain_numbers, require_layers
 from xformer.layers.attention_config import AttentionConfig
 from xformer.layers.block import BlockConfig
@@ -119,7 +119,7 @@ class GPT:
         )
 
     def init(
-        self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
+        self, seed: int = 0, backend: str | Backend = "numpy", dtype: str = "float32"
     ) -> LanguageModelParams:
         """Initial parameters: weights normal with variance 1 / d_model, biases 0, norms 1.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer import backends, layers, models, ops, tree
-from xformer.backends import Generator
+from xformer.backends import Backend, Generator
 from xformer.checks import (
     number,
     plain_numbers,
@@ -188,7 +188,7 @@ class LanguageModel:
         return self.blocks[0].d_model
 
     def init(
-        self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
+        self, seed: int = 0, backend: str | Backend = "numpy", dtype: str = "float32"
     ) -> LanguageModelParams:
         """Initial parameters: weights normal with variance 1 / d_model, biases 0, norms 1.
 

@@ -9,7 +9,7 @@ from typing import Any
 from array_api_compat import array_namespace, device
 
 from xformer import backends, ops
-from xformer.backends import Generator
+from xformer.backends import Backend, Generator
 from xformer.checks import (
     as_indices,
     plain_numbers,
@@ -137,7 +137,7 @@ class Transformer:
         )
 
     def init(
-        self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
+        self, seed: int = 0, backend: str | Backend = "numpy", dtype: str = "float32"
     ) -> EncoderDecoderParams:
         """Initial parameters: Xavier uniform; embeddings normal with variance 1 / width."""
         return self.init_from(backends.get(backend).generator(seed, dtype))

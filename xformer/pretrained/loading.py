@@ -74,7 +74,7 @@ def _described(
 
 def load(
     folder: str | os.PathLike[str],
-    backend: str = "numpy",
+    backend: str | backends.Backend = "numpy",
     dtype: str = "float32",
     device: str | None = None,
     *,
@@ -97,7 +97,8 @@ def load(
     of the configuration, and tensors that are missing, unexpected or misshapen. ValueError for a
     dtype that the backend does not compute in.
     """
-    on_numpy = backend in backends.WITH_NUMPY
+    name = backend if isinstance(backend, str) else backend.name
+    on_numpy = name in backends.WITH_NUMPY
     network, tensors, matched = _inspected(Path(folder), fetch=dtype if on_numpy else None)
     target = backends.get(backend, device)
     if dtype not in target.dtypes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,22 @@ class Batch(NamedTuple):
     n_targets: int  # the loss is their mean
     n_tokens: int
     starts: bool = False  # of `Streams`: the first segments, after which the memory is empty
+
+
+def as_batch(what: str, batch: Any) -> Batch:
+    """`batch` if it has the fields of a `Batch`; of a plain tuple of arrays, the Batch of them.
+
+    what: names it in the message. TypeError for anything else.
+    """
+    if all(hasattr(batch, name) for name in ("n_targets", "n_tokens")):
+        return batch  # type: ignore[no-any-return]  # perhaps of another class, for a loss of its own
+    arrays = batch if type(batch) is tuple else ()
+    if not arrays or not all(isinstance(array, np.ndarray) for array in arrays):
+        raise TypeError(
+            f"{what} must be a training.Batch, or a tuple of NumPy arrays whose last one has the "
+            f"targets, got {type(batch).__name__}"
+        )
+    return Batch(arrays, {}, arrays[-1].size, arrays[0].size)
 
 
 class Source(Protocol):

@@ -34,7 +34,7 @@ class CheckpointError(ValueError):
 
 
 def save(
-    folder: str | os.PathLike[str], model: Any, params: Any, backend: backends.Backend
+    folder: str | os.PathLike[str], model: Any, params: Any, backend: str | backends.Backend
 ) -> None:
     """Write a model's configuration and parameters. An interrupted write leaves the old file.
 
@@ -45,6 +45,7 @@ def save(
     TypeError for another model, and unless all parameters have one dtype that the backend computes
     in. CheckpointError for parameters that do not fit the model.
     """
+    backend = backends.get(backend)
     if type(model) not in MODELS.values():
         raise TypeError(f"save: model must be one of {', '.join(MODELS)}, got {model!r:.60}")
     target, leaves = Path(folder), tree.flatten(tree.thaw(params))
@@ -65,12 +66,13 @@ def save(
 
 
 def load(
-    folder: str | os.PathLike[str], backend: backends.Backend
+    folder: str | os.PathLike[str], backend: str | backends.Backend
 ) -> tuple[models.GPT | Any, LanguageModelParams | Any]:
     """The model and its parameters on `backend`. The model is of a class that `save` takes.
 
     FileNotFoundError if there is no checkpoint, CheckpointError if it is damaged.
     """
+    backend = backends.get(backend)
     model: Any = inspect(folder)
     path = Path(folder) / WEIGHTS
     try:

@@ -11,9 +11,10 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from array_api_compat import array_namespace
 
-from xformer import inference, ops, optim, tree
+from xformer import backends, inference, ops, optim, tree
 from xformer.backends import Backend
 from xformer.compiling import Forward
 from xformer.generation.prefix import backend_of_params
@@ -21,7 +22,7 @@ from xformer.models.precision import require_reducible
 from xformer.optim import LossScale, Optimiser, Schedule
 from xformer.optim.accumulate import shares, weighted
 from xformer.optim.loss_scale import Scaled
-from xformer.training.batch import Batch
+from xformer.training.batch import Batch, as_batch
 from xformer.training.compiled import CompiledSteps, Reduce, why_not_compiled
 from xformer.training.config import TrainConfig
 from xformer.training.diverged import Diverged, is_finite, require_sound
@@ -37,8 +38,11 @@ MEMORY = 0.95  # decay of the running mean of losses: about twenty steps
 class Batches(Protocol):
     """A provider of batches. Every `Source` is one."""
 
-    def batch(self, i: int, /) -> Batch:
-        """Batch number i of an endless sequence."""
+    def batch(self, i: int, /) -> Batch | tuple[np.ndarray, ...]:
+        """Batch number i of an endless sequence.
+
+        A tuple of arrays is a Batch without masks; all elements of the last array are targets.
+        """
 
 
 class Step(NamedTuple):
@@ -96,9 +100,9 @@ def train(
     state: State,
     source: Batches,
     config: TrainConfig,
-    backend: Backend,
+    backend: str | Backend,
     *,
-    held_out: Iterable[Batch] = (),
+    held_out: Iterable[Batch | tuple[np.ndarray, ...]] = (),
     optimiser: Optimiser | None = None,
     schedule: Schedule | None = None,
     donate: bool = False,
@@ -118,7 +122,7 @@ def train(
 
     loss: what to minimise, such as `loss_of(model)`
     state: of `start`, or of a checkpoint
-    source: the batches
+    source: the batches: a `Source`, or an object with a method batch(i) (`Batches`)
     config: steps, gradient accumulation, clipping, validation, precision (`TrainConfig`)
     backend: the backend to train on, which holds the arrays of state
     held_out: batches to validate on, every config.eval_every steps and after the last step
@@ -150,8 +154,13 @@ def train(
     that cannot be trained in config.precision, and if the processes cannot share the batches of a
     step (`require_shares`).
     """
+    if not callable(getattr(source, "batch", None)):
+        raise TypeError(
+            f"train: source must have a method batch(i), such as training.Windows, "
+            f"got {type(source).__name__}"
+        )
     require_reducible("train", getattr(loss, "model", None), config.precision)
-    world = world or Alone()
+    world, backend = world or Alone(), backends.get(backend)
     require_shares(config, world, loss)
     if reduce is not None and world.size > 1:
         raise ValueError("train: world and reduce exclude each other")
@@ -203,8 +212,8 @@ def train(
 def evaluate(
     loss: Loss,
     params: Any,
-    batches: Iterable[Batch],
-    backend: Backend,
+    batches: Iterable[Batch | tuple[np.ndarray, ...]],
+    backend: str | Backend,
     *,
     compiled: bool | None = None,
     world: World | None = None,
@@ -221,11 +230,12 @@ def evaluate(
         number of processes, and all return the same bits as one process. ValueError for a loss with
         a segment memory, whose batches cannot be shared.
     """
-    world = world or Alone()
+    world, backend = world or Alone(), backends.get(backend)
     _require_independent("evaluate", loss, world)
     sums: list[float] = []  # of the losses of the targets of this process's batches
     count, memory = 0, None
-    for i, batch in enumerate(batches):
+    for i, each in enumerate(batches):
+        batch = as_batch(f"evaluate: held-out batch {i}", each)
         count += batch.n_targets
         if i % world.size != world.rank:
             continue
@@ -329,12 +339,16 @@ def _compiled(
 ) -> tuple[State, float, float]:
     """`_step` by a compiled call."""
     numbers = range(state.batches, state.batches + config.accumulate)
-    batches = [source.batch(number) for number in numbers]
+    batches = _batches(source, numbers)
     new, (loss, norm), grads = calls(state, batches, lr)
     tokens = state.tokens + sum(batch.n_tokens for batch in batches)
     state = state._replace(batches=numbers.stop, tokens=tokens)
     require_sound(_with_loss(state, loss), loss, norm, grads, config, lr)
     return _after(state, loss, *new), loss, norm
+
+
+def _batches(source: Batches, numbers: Iterable[int]) -> list[Batch]:
+    return [as_batch(f"train: source.batch({i})", source.batch(i)) for i in numbers]
 
 
 def _after(state: State, loss: float, trained: Any, optimiser: Any, average: Any) -> State:
@@ -392,7 +406,7 @@ def _accumulated(
     n = config.accumulate // world.size
     numbers = range(state.batches, state.batches + config.accumulate)
     numbers = numbers[world.rank * n : (world.rank + 1) * n]  # of this process
-    batches = [source.batch(number) for number in numbers]
+    batches = _batches(source, numbers)
     counts = (sum(batch.n_targets for batch in batches), sum(batch.n_tokens for batch in batches))
     n_targets, n_tokens = world.sums(*counts)
     scale, memory = state.loss_scale, state.memory

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xformer import ops, tree
+from xformer import backends, ops, tree
 from xformer.backends import Backend
 from xformer.checks import require_ids
 from xformer.models import SegmentMemory
@@ -63,10 +63,15 @@ class ArrayLoss:
     """A `Loss` in two parts: `inputs` on the host, and `of`, a function of arrays."""
 
     def __call__(
-        self, params: Any, batch: Batch, backend: Backend, dropout_key: ops.RandomKey | None = None
+        self,
+        params: Any,
+        batch: Batch,
+        backend: str | Backend,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, Any]:
         """The mean loss () and its cache. dropout_key: None: no dropout."""
-        return self.of(params, tree.map(backend.asarray, self.inputs(batch)), dropout_key)
+        inputs = tree.map(backends.get(backend).asarray, self.inputs(batch))
+        return self.of(params, inputs, dropout_key)
 
     def inputs(self, batch: Batch) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
         """The arrays and masks of a batch."""
@@ -107,7 +112,11 @@ class SegmentLoss:
     options: dict[str, Any] = field(hash=False)
 
     def __call__(
-        self, params: Any, batch: Batch, backend: Backend, dropout_key: ops.RandomKey | None = None
+        self,
+        params: Any,
+        batch: Batch,
+        backend: str | Backend,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, Any]:
         """The mean loss () of a batch after an empty memory, and its cache."""
         loss, cache, _ = self.after(None, params, batch, backend, dropout_key)
@@ -118,7 +127,7 @@ class SegmentLoss:
         memory: SegmentMemory | None,
         params: Any,
         batch: Batch,
-        backend: Backend,
+        backend: str | Backend,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, Any, SegmentMemory]:
         """The mean loss () of a batch, its cache, and the memory after it.
@@ -126,7 +135,7 @@ class SegmentLoss:
         memory: after the batch before. None: empty, as for a batch that `starts`.
         """
         _require_batch_ids(batch, self.model.id_sizes, self.options.get("ignore_index"))
-        tokens, targets = map(backend.asarray, batch.arrays)
+        tokens, targets = map(backends.get(backend).asarray, batch.arrays)
         if memory is None or batch.starts:
             memory = self.model.init_memory(params, len(tokens))
         result: tuple[Array, Any, SegmentMemory] = self.model.segment_loss(

@@ -87,7 +87,7 @@ class Run:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        backend: Backend,
+        backend: str | Backend,
         about: dict[str, Any],
         *,
         model: Any = None,
@@ -99,7 +99,8 @@ class Run:
         world: World | None = None,
     ) -> None:
         every, keep = require_sizes("Run", 1, every=every, keep=keep)
-        self.folder, self.backend, self.about, self.model = Path(folder), backend, about, model
+        self.folder, self.backend = Path(folder), backends.get(backend)
+        self.about, self.model = about, model
         self.every, self.keep, self.notes, self.free = every, keep, notes, free
         self.write_model = write_model
         self.world = world or Alone()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 
-from xformer import tree
+from xformer import backends, tree
 from xformer.backends import Backend
 from xformer.files import replacing, write_arrays
 from xformer.optim import LossScale
@@ -63,11 +63,12 @@ class Saved(NamedTuple):
     numbers: dict[str, Any]
     about: Any  # the argument of `write_state`
 
-    def restored(self, like: Any, backend: Backend) -> Any:
+    def restored(self, like: Any, backend: str | Backend) -> Any:
         """The tree on `backend`, with the structure of `like`.
 
         ValueError, which lists differences, if names, shapes or dtypes differ from `like`.
         """
+        backend = backends.get(backend)
         wanted = {name: tree.value(leaf) for name, leaf in tree.flatten(like).items()}
         have: dict[str, Any] = self.arrays | self.numbers
         differ = [
@@ -92,7 +93,7 @@ class Saved(NamedTuple):
 
 
 def write_state(
-    path: str | os.PathLike[str], state: Any, backend: Backend, about: Any = None
+    path: str | os.PathLike[str], state: Any, backend: str | Backend, about: Any = None
 ) -> None:
     """Write a tree of arrays and of Python bools, ints and floats.
 
@@ -105,6 +106,7 @@ def write_state(
     TypeError or ValueError, which names the leaf, for one that cannot be stored. OSError if the
     file cannot be written.
     """
+    backend = backends.get(backend)
     numbers, leaves = _parted(state)
     require_storable("write_state", leaves, backend)
     arrays = on_host(leaves, backend)
