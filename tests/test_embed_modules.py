@@ -214,9 +214,7 @@ def test_a_prompt_leaves_room_for_a_text(tmp_path: Path) -> None:
     assert len({tuple(row) for row in vectors.round(6).tolist()}) == 4  # of 4 first words
     with pytest.raises(ValueError, match=rf"contrastive: {message} a text at most 5"):
         finetune.task("contrastive", own[0], own[2], max_len=5, prompt="why not so ")
-    with pytest.raises(
-        ValueError, match="colbert: the prompt leaves no room for a text"
-    ):
+    with pytest.raises(ValueError, match="colbert: the prompt leaves no room for a text"):
         colbert(*own, TEXTS, marker="so-and-so why ", max_len=5)
     with pytest.raises(ValueError, match="max_len must exceed the 2 special tokens, got 2"):
         colbert(*own, TEXTS, marker="why", max_len=3)

@@ -11,7 +11,7 @@ import numpy as np
 from xformer.cli.embed import numbers
 from xformer.cli.models import opened
 from xformer.cli.parser import Parser
-from xformer.cli.texts import add_options, shown, texts_of, watched
+from xformer.cli.texts import add_options, printed, shown, texts_of, watched
 from xformer.sentences import classify, labels
 
 
@@ -35,29 +35,31 @@ def run(args: argparse.Namespace) -> int:
         texts = [_pair(text, i) for i, text in enumerate(texts)]
     if args.top < 1:
         raise ValueError(f"--top must be at least 1, got {args.top}")
-    with watched("classifying", len(texts)) as progress:
-        model, params, tokenizer, *_ = opened(args)
-        names = labels(model)
-        probabilities = classify(
-            model,
-            params,
-            tokenizer,
-            texts,
-            max_len=args.max_len,
-            batch_size=args.batch,
-            **progress,
-        )
-    for text, probs in zip(texts, probabilities, strict=True):
+
+    def lines(i: int, probs: np.ndarray) -> str:
         if args.json:
             label = names[int(np.argmax(probs))]
             classes = [
                 {"label": name, "probability": probability}
                 for name, probability in zip(names, numbers(probs), strict=True)
             ]
-            print(json.dumps({"text": text, "label": label, "probabilities": classes}))
-        else:
-            title = " | ".join(text) if args.pairs else text
-            print("\n".join([shown(title), *_lines(names, probs, args.top)]))
+            return json.dumps({"text": texts[i], "label": label, "probabilities": classes})
+        title = " | ".join(texts[i]) if args.pairs else texts[i]
+        return "\n".join([shown(title), *_lines(names, probs, args.top)])
+
+    with watched("classifying", len(texts), prints=True) as progress:
+        model, params, tokenizer, *_ = opened(args)
+        names = labels(model)
+        classify(
+            model,
+            params,
+            tokenizer,
+            texts,
+            max_len=args.max_len,
+            batch_size=args.batch,
+            finished=printed(lines),
+            **progress,
+        )
     return 0
 
 

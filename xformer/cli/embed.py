@@ -10,7 +10,7 @@ import numpy as np
 
 from xformer.cli.models import opened
 from xformer.cli.parser import Parser
-from xformer.cli.texts import add_options, shown, texts_of, watched
+from xformer.cli.texts import add_options, printed, shown, texts_of, watched
 from xformer.sentences import embed, settings, similarity, similarity_name
 from xformer.sentences.embed import POOLINGS
 
@@ -50,15 +50,16 @@ def run(args: argparse.Namespace) -> int:
     for name in ("pooling", "normalize", "max_len", "prompt", "truncate_dim"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
-    with watched("embedding", len(texts)) as progress:
+    if args.json:
+        options["finished"] = printed(
+            lambda i, row: json.dumps({"text": texts[i], "embedding": numbers(row)})
+        )
+    with watched("embedding", len(texts), prints=args.json) as progress:
         model, params, tokenizer, *_ = opened(args)
         vectors = embed(
             model, params, tokenizer, texts, batch_size=args.batch, **options, **progress
         )
-    if args.json:
-        for text, vector in zip(texts, vectors, strict=True):
-            print(json.dumps({"text": text, "embedding": numbers(vector)}))
-    else:
+    if not args.json:
         print(table(texts, similarity(vectors, name=similarity_name(args.model))))
     return 0
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from xformer.cli.models import opened
 from xformer.cli.parser import Parser
 from xformer.cli.texts import add_options, shown, texts_of, watched
-from xformer.sentences import rank, rank_settings
+from xformer.sentences import Ranked, rank, rank_settings
+from xformer.sentences.rank import in_order
 from xformer.sentences.rank_settings import ACTIVATIONS
 
 
@@ -33,23 +35,36 @@ def run(args: argparse.Namespace) -> int:
     for name in ("activation", "max_len"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
-    with watched("ranking", len(texts)) as progress:
-        model, params, tokenizer, *_ = opened(args)
-        found = rank(
-            model,
-            params,
-            tokenizer,
-            args.query,
-            texts,
-            top_k=args.top,
-            batch_size=args.batch,
-            **options,
-            **progress,
-        )
-    width = len(str(len(texts)))
-    for one in found:
+    done: list[Ranked] = []
+    try:
+        with watched("ranking", len(texts)) as progress:
+            model, params, tokenizer, *_ = opened(args)
+            rank(
+                model,
+                params,
+                tokenizer,
+                args.query,
+                texts,
+                batch_size=args.batch,
+                finished=lambda _, ranked: done.extend(ranked),
+                **options,
+                **progress,
+            )
+    except KeyboardInterrupt:
+        if done:
+            what = f"the first {len(done):,} of {len(texts):,} texts are ranked"
+            print(f"xformer: warning: {what}", file=sys.stderr)
+            _show(args, done, len(texts))
+        raise
+    _show(args, done, len(texts))
+    return 0
+
+
+def _show(args: argparse.Namespace, documents: list[Ranked], n_texts: int) -> None:
+    """Print the documents, the best first. n_texts: of all, also those without a score."""
+    width = len(str(n_texts))
+    for one in in_order(documents, args.top):
         if args.json:
             print(json.dumps(one._asdict()))
         else:
             print(f"{one.score:8.4f}  {one.index + 1:>{width}}  {shown(one.text)}")
-    return 0

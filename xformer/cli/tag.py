@@ -7,8 +7,8 @@ import json
 
 from xformer.cli.models import opened
 from xformer.cli.parser import Parser
-from xformer.cli.texts import add_options, shown, texts_of, watched
-from xformer.sentences import tag
+from xformer.cli.texts import add_options, printed, shown, texts_of, watched
+from xformer.sentences import Tag, tag
 from xformer.sentences.tag import AGGREGATIONS
 
 
@@ -29,9 +29,17 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print each text and its parts; with --json, one JSON object a text."""
     texts = texts_of(args)
-    with watched("labelling", len(texts)) as progress:
+
+    def lines(i: int, tags: list[Tag]) -> str:
+        if args.json:
+            return json.dumps({"text": texts[i], "tags": [one._asdict() for one in tags]})
+        width = max((len(shown(one.label)) for one in tags), default=0)
+        rows = [f"  {shown(t.label):{width}}  {t.score:.4f}  {shown(t.text)}" for t in tags]
+        return "\n".join([shown(texts[i]), *rows])
+
+    with watched("labelling", len(texts), prints=True) as progress:
         model, params, tokenizer, *_ = opened(args)
-        found = tag(
+        tag(
             model,
             params,
             tokenizer,
@@ -40,13 +48,7 @@ def run(args: argparse.Namespace) -> int:
             max_len=args.max_len,
             stride=args.stride,
             batch_size=args.batch,
+            finished=printed(lines),
             **progress,
         )
-    for text, tags in zip(texts, found, strict=True):
-        if args.json:
-            print(json.dumps({"text": text, "tags": [one._asdict() for one in tags]}))
-        else:
-            width = max((len(shown(one.label)) for one in tags), default=0)
-            rows = [f"  {shown(t.label):{width}}  {t.score:.4f}  {shown(t.text)}" for t in tags]
-            print("\n".join([shown(text), *rows]))
     return 0

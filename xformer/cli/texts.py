@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from xformer.cli.output import is_lost
 from xformer.cli.paths import BACKEND, DEVICE, TOKENIZER, nonempty
 from xformer.cli.progress import progress
 
@@ -55,24 +56,49 @@ def texts_of(args: argparse.Namespace) -> list[str]:
     return texts
 
 
+class Unread(Exception):
+    """Standard output has failed, or its reader has closed it: no result needs to be computed."""
+
+
 @contextmanager
-def watched(what: str, n_texts: int) -> Iterator[dict[str, Any]]:
+def watched(what: str, n_texts: int, *, prints: bool = False) -> Iterator[dict[str, Any]]:
     """A context that yields the keyword `progress`, a function that counts finished texts.
 
-    what: the name of the work. Inside, a warning is one line on stderr.
+    what: the name of the work
+    prints: whether results are `printed` inside: a terminal that shows them needs no progress
+
+    Inside, a warning is one line on stderr. `Unread` ends the work.
     """
     done = 0
-    with progress("texts") as report, warnings.catch_warnings():
+    is_shown = not (prints and sys.stdout.isatty())
+    with progress("texts") as report, warnings.catch_warnings(), suppress(Unread):
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _show
 
         def update(n: int) -> None:
             nonlocal done
             done += n
-            report(what, done, n_texts)
+            if is_shown:
+                report(what, done, n_texts)
 
         update(0)
         yield {"progress": update}
+
+
+def printed(lines: Callable[[int, Any], str]) -> Callable[[int, Sequence[Any]], None]:
+    """A function for the argument `finished`, which prints results at once.
+
+    lines: lines(i, result): what is printed of text i
+    """
+
+    def finished(first: int, results: Sequence[Any]) -> None:
+        for i, result in enumerate(results, first):
+            print(lines(i, result))
+        sys.stdout.flush()
+        if is_lost():
+            raise Unread
+
+    return finished
 
 
 def shown(text: str, width: int = 60) -> str:

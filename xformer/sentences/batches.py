@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +35,9 @@ WANTED = {
     "tag": "a token classifier, such as bert-base-NER",
 }
 KEPT = 8  # models whose programs are kept
+GROUPS = (4, 8, 16, 32)  # batches of the first groups of texts; the others are as the last
 Progress = Callable[[int], Any]
+Finished = Callable[[int, Any], Any]
 Text = str | Sequence[str]  # a text, or a pair of texts
 
 
@@ -53,6 +56,7 @@ def by_batch(
     skip: int = 0,
     batch_size: int,
     progress: Progress | None,
+    finished: Finished | None = None,
 ) -> np.ndarray:
     """The rows (N, width) of all texts, in their order, by `forward` in batches.
 
@@ -65,11 +69,14 @@ def by_batch(
     pairs: whether a text may be a pair of texts
     skip: ValueError for a text without a token after this many
     progress: called with the number of texts after each batch
+    finished: called with the number of a text and the rows from this text on, when they and the
+        rows of all texts before are computed. Then a batch has texts of one of the `GROUPS` only
     For the other arguments and errors see `embed`.
     """
     texts = listed(what, texts, pairs)
     if not isinstance(prompt, str):
         raise TypeError(f"{what}: prompt must be a string, got {type(prompt).__name__}")
+    require_utf8(f"{what}: prompt", prompt)
     (batch_size,) = require_sizes(what, 1, batch_size=batch_size)
     limit = longest(what, model, max_len)
     encoded, types = _encoded(what, tokenizer, texts, prompt, limit, skip)
@@ -77,11 +84,30 @@ def by_batch(
     fields = [encoded] if types is None or model.embed.n_types < 2 else [encoded, types]
     table = value(params.embed.table)
     y = np.empty((len(texts), width), backends.backend_of(table).to_numpy(table[:0, :]).dtype)
-    for numbers, rows in outputs(params, fields, forward, limit, batch_size):
+    first = FirstItems(len(texts))
+    in_order = finished is not None
+    for numbers, rows in outputs(params, fields, forward, limit, batch_size, in_order=in_order):
         y[numbers] = rows
         if progress is not None:
             progress(len(numbers))
+        start, end = first.add(numbers)
+        if finished is not None and end > start:
+            finished(start, y[start:end])
     return y
+
+
+class FirstItems:
+    """How many of `n` items, from the first one on, are finished."""
+
+    def __init__(self, n: int) -> None:
+        self.finished = np.zeros(n + 1, bool)  # the last one never is
+        self.end = 0
+
+    def add(self, numbers: list[int]) -> tuple[int, int]:
+        """The first `end` items are finished now, and the first `start` were before."""
+        self.finished[numbers] = True
+        start, self.end = self.end, int(np.argmin(self.finished))
+        return start, self.end
 
 
 def outputs(
@@ -90,18 +116,21 @@ def outputs(
     forward: Callable[..., Any],
     limit: int,
     batch_size: int,
+    *,
+    in_order: bool = False,
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yield the indices of the texts of each batch, and the output of `forward`; see `by_batch`.
 
     fields: the ids (T,) of each text, and perhaps the token types
     limit: the most tokens of a text
+    in_order: the texts of each of the `GROUPS` come before the texts of the next one
     """
     table = value(params.embed.table)
     backend = replace(backends.backend_of(table), device=device(table))
     lengths = [len(ids) for ids in fields[0]]
     if records(params):
         lengths = [max(n, min(bucket(n), limit)) for n in lengths]
-    for numbers in _batches(lengths, batch_size, backend):
+    for numbers in _batches(lengths, batch_size, backend, in_order):
         (tokens, *more), mask = _padded(
             [[field[i] for i in numbers] for field in fields], lengths[numbers[0]]
         )
@@ -214,15 +243,31 @@ def require_text_ids(what: str, encoded: Sequence[np.ndarray], vocab_size: int) 
         )
 
 
-def _batches(lengths: list[int], batch_size: int, backend: Backend) -> Iterator[list[int]]:
-    """Yield the indices of the texts of each batch, the longest texts first."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    start, n = 0, batch_size
-    while start < len(order):
-        if backend.name in backends.WITH_NUMPY:
-            n = min(batch_size, max(1, NUMPY_TOKENS // lengths[order[start]]))
-        yield order[start : start + n]
-        start += n
+def _batches(
+    lengths: list[int], batch_size: int, backend: Backend, in_order: bool
+) -> Iterator[list[int]]:
+    """Yield the indices of the texts of each batch, the longest texts of a group first."""
+    for group in _groups(len(lengths), batch_size) if in_order else [range(len(lengths))]:
+        order = sorted(group, key=lambda i: -lengths[i])
+        start, n = 0, batch_size
+        while start < len(order):
+            if backend.name in backends.WITH_NUMPY:
+                n = min(batch_size, max(1, NUMPY_TOKENS // lengths[order[start]]))
+            yield order[start : start + n]
+            start += n
+
+
+def _groups(n_texts: int, batch_size: int) -> Iterator[range]:
+    """Yield the indices of the texts of each of the `GROUPS`.
+
+    The first group is small, so that the first results come soon. A large one needs less padding.
+    """
+    start = 0
+    for n in itertools.chain(GROUPS, itertools.repeat(GROUPS[-1])):
+        if start >= n_texts:
+            return
+        yield range(start, min(start + n * batch_size, n_texts))
+        start += n * batch_size
 
 
 def _padded(fields: list[list[np.ndarray]], length: int) -> tuple[list[np.ndarray], np.ndarray]:

@@ -12,7 +12,14 @@ from xformer import ops
 from xformer.compiling import Forward
 from xformer.models import Classifier, TokenClassifier
 from xformer.models.in_words import in_words
-from xformer.sentences.batches import KEPT, Progress, Text, by_batch, require_language_model
+from xformer.sentences.batches import (
+    KEPT,
+    Finished,
+    Progress,
+    Text,
+    by_batch,
+    require_language_model,
+)
 from xformer.typing import Array
 
 KINDS = ("single_label_classification", "multi_label_classification")
@@ -27,6 +34,7 @@ def classify(
     max_len: int | None = None,
     batch_size: int = 32,
     progress: Progress | None = None,
+    finished: Finished | None = None,
 ) -> np.ndarray:
     """Probabilities (N, n_labels) of the classes `labels(model)`, for N texts or pairs of texts.
 
@@ -36,7 +44,7 @@ def classify(
     model: a LanguageModel with a Classifier
     texts: strings, and pairs of strings such as a premise and a hypothesis (natural language
         inference)
-    max_len, batch_size, progress, and errors: see `embed`
+    max_len, batch_size, progress, finished, and errors: see `embed`
     ValueError also for another model, and for problem_type "regression".
     """
     head = _head(model)
@@ -59,6 +67,7 @@ def classify(
         prompt="",
         batch_size=batch_size,
         progress=progress,
+        finished=finished,
     )
 
 

@@ -13,7 +13,7 @@ from xformer import ops
 from xformer.checks import require_one_of, require_sizes
 from xformer.compiling import Forward
 from xformer.layers import pooling as layers_pooling
-from xformer.sentences.batches import KEPT, Progress, by_batch, require_language_model
+from xformer.sentences.batches import KEPT, Finished, Progress, by_batch, require_language_model
 from xformer.sentences.dense import Dense, dense, maps_like, width_after
 from xformer.sentences.settings import SIMILARITIES
 from xformer.typing import Array
@@ -37,6 +37,7 @@ def embed(
     include_prompt: bool = True,
     batch_size: int = 32,
     progress: Progress | None = None,
+    finished: Finished | None = None,
 ) -> np.ndarray:
     """Vectors (N, D) of N texts, pooled from their hidden states.
 
@@ -59,6 +60,8 @@ def embed(
     batch_size: the most texts of a batch; on NumPy, batches of long texts are smaller, which is
         faster
     progress: called with the number of texts after each batch
+    finished: called with the number of a text and the vectors from this text on, as soon as they
+        and the vectors of all texts before are computed
 
     ValueError or TypeError for other arguments, another model or tokenizer, and a text without
     tokens. An empty text has tokens if the tokenizer adds them (BERT's [CLS] and [SEP]).
@@ -90,6 +93,7 @@ def embed(
         skip=skip,
         batch_size=batch_size,
         progress=progress,
+        finished=finished,
     )
 
 

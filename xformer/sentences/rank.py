@@ -13,7 +13,14 @@ from xformer.checks import require_one_of, require_sizes, require_utf8
 from xformer.compiling import Forward
 from xformer.models import Classifier
 from xformer.models.in_words import in_words
-from xformer.sentences.batches import KEPT, Progress, by_batch, listed, require_language_model
+from xformer.sentences.batches import (
+    KEPT,
+    Finished,
+    Progress,
+    by_batch,
+    listed,
+    require_language_model,
+)
 from xformer.sentences.rank_settings import ACTIVATIONS, activation_of
 from xformer.typing import Array
 
@@ -39,6 +46,7 @@ def rank(
     prompt: str = "",
     batch_size: int = 32,
     progress: Progress | None = None,
+    finished: Finished | None = None,
 ) -> list[Ranked]:
     """The documents and their scores, the highest score first.
 
@@ -49,8 +57,8 @@ def rank(
     top_k: the most documents of the result; None: all
     activation: "sigmoid" or "identity"; None: that of the model's config.json, else "sigmoid"
     prompt: a text before the query
-    max_len, batch_size, progress, and errors: see `embed`; of a pair that is too long, the longer
-        text is cut
+    max_len, batch_size, progress, finished (with a Ranked for each document), and errors: see
+        `embed`; of a pair that is too long, the longer text is cut
     ValueError also for another model.
     """
     require_language_model("rank", model)
@@ -67,6 +75,10 @@ def rank(
     if top_k is not None:
         (top_k,) = require_sizes("rank", 1, top_k=top_k)
     texts = listed("rank", documents)
+
+    def of_rows(start: int, rows: np.ndarray) -> list[Ranked]:
+        return [Ranked(i, score, texts[i]) for i, score in enumerate(rows[:, 0].tolist(), start)]
+
     scores = by_batch(
         "rank",
         model,
@@ -80,9 +92,14 @@ def rank(
         prompt=prompt,
         batch_size=batch_size,
         progress=progress,
-    )[:, 0]
-    order = np.argsort(-scores, kind="stable")[:top_k]
-    return [Ranked(int(i), float(scores[i]), texts[i]) for i in order]
+        finished=None if finished is None else lambda i, rows: finished(i, of_rows(i, rows)),
+    )
+    return in_order(of_rows(0, scores), top_k)
+
+
+def in_order(documents: list[Ranked], top_k: int | None = None) -> list[Ranked]:
+    """The documents in the order of their scores, the highest first. top_k: the most; None: all."""
+    return sorted(documents, key=lambda one: -one.score)[:top_k]
 
 
 @lru_cache(KEPT)

@@ -16,6 +16,8 @@ from xformer.models.in_words import in_words
 from xformer.pretrained.tokenizer import Encoding
 from xformer.sentences.batches import (
     KEPT,
+    Finished,
+    FirstItems,
     Progress,
     listed,
     longest,
@@ -62,6 +64,7 @@ def tag(
     stride: int | None = None,
     batch_size: int = 32,
     progress: Progress | None = None,
+    finished: Finished | None = None,
 ) -> list[list[Tag]]:
     """The labelled parts of each text, in order.
 
@@ -76,7 +79,7 @@ def tag(
         cut, with a warning, unless there is a stride
     stride: read longer texts in windows of max_len tokens; the number of tokens that a window
         shares with the one before. Of parts that overlap, the longest is kept
-    batch_size, progress, and errors: see `embed`
+    batch_size, progress, finished (with a list of tags a text), and errors: see `embed`
     ValueError also for another model, and for a stride without aggregation.
     """
     require_language_model("tag", model)
@@ -98,7 +101,10 @@ def tag(
     rows = [(i, k) for i, own in enumerate(windows) for k in range(len(own))]
     ids = [np.asarray(windows[i][k].ids, np.int64) for i, k in rows]
     require_text_ids("tag", ids, model.embed.vocab_size)
-    for numbers, probs in outputs(params, [ids], _probabilities(model), limit, batch_size):
+    ends = np.cumsum([len(own) for own in windows])
+    first, in_order = FirstItems(len(rows)), finished is not None
+    batches = outputs(params, [ids], _probabilities(model), limit, batch_size, in_order=in_order)
+    for numbers, probs in batches:
         for number, of_text in zip(numbers, probs, strict=True):
             i, k = rows[number]
             tokens = list(_tokens(tokenizer, texts[i], windows[i][k], of_text))
@@ -109,7 +115,10 @@ def tag(
             ]
         if progress is not None:
             progress(sum(rows[number][1] == 0 for number in numbers))
-    return [of_text[0] if len(of_text) == 1 else _apart(of_text) for of_text in found]
+        start, end = np.searchsorted(ends, first.add(numbers), side="right").tolist()
+        if finished is not None and end > start:
+            finished(start, [_whole(of_text) for of_text in found[start:end]])
+    return [_whole(of_text) for of_text in found]
 
 
 @lru_cache(KEPT)
@@ -225,6 +234,11 @@ def _joined(tags: list[Tag], text: str) -> list[Tag]:
 def _bare(label: str) -> str:
     """The label without B- or I-."""
     return label[2:] if label.startswith(("B-", "I-")) else label
+
+
+def _whole(windows: list[list[Tag]]) -> list[Tag]:
+    """The parts of a text."""
+    return windows[0] if len(windows) == 1 else _apart(windows)
 
 
 def _apart(windows: list[list[Tag]]) -> list[Tag]:
