@@ -189,18 +189,20 @@ def require_in_range(op: str, name: str, indices: Array, size: int, *, ids: Arra
 
     ids: the ids before the conversion to indices, for the message.
     """
-    if not in_range(indices, size=size):
+    if not in_range(indices, size=size, name=f"{op}: {name}"):
         low, high = _span(indices, ids)
         raise ValueError(f"{op}: {name} must lie in [0, {size}), got ids from {low} to {high}")
 
 
 @overridable(backward=False)
-def in_range(ids: Array, *, size: int) -> bool:
+def in_range(ids: Array, *, size: int, name: str = "ids") -> bool:
     """Whether all ids are in [0, size), as far as is known without waiting for a device.
 
     True for ids on a device, and for traced ids without values. For an id out of range, the result
     of an op then depends on the library. CuPy's kernels return NaN, and never access memory outside
     an array.
+
+    name: of the op and the ids, for the message if a program finds a wrong id in a run
     """
     return bool(array_namespace(ids).all((ids >= 0) & (ids < size)))
 

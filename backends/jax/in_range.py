@@ -11,7 +11,7 @@ from xformer.typing import Array
 
 
 @kernel(reference, "jax")
-def in_range(ids: Array, *, size: int) -> bool:
+def in_range(ids: Array, *, size: int, name: str = "ids") -> bool:
     """Return whether all ids are in [0, size); True if they are not on the host.
 
     JAX clamps ids out of range on a device.

@@ -8,6 +8,6 @@ from xformer.typing import Array
 
 
 @kernel(reference, "numpy")
-def in_range(ids: Array, *, size: int) -> bool:
+def in_range(ids: Array, *, size: int, name: str = "ids") -> bool:
     """Return whether all ids are in [0, size)."""
     return ids.size == 0 or bool(ids.min() >= 0 and ids.max() < size)

@@ -7,12 +7,12 @@ from xformer.dispatch import kernel
 from xformer.typing import Array
 
 
-def unsupported(ids: Array, *, size: int) -> str | None:
+def unsupported(ids: Array, *, size: int, name: str = "ids") -> str | None:
     """Return why the kernel must not run: it does not read the ids. None if it may."""
     return "the ids are on the CPU, so they can be read" if ids.device.type == "cpu" else None
 
 
 @kernel(reference, "torch", unsupported=unsupported)
-def in_range(ids: Array, *, size: int) -> bool:
+def in_range(ids: Array, *, size: int, name: str = "ids") -> bool:
     """Return True without reading the ids. On CUDA, torch reports an id out of range later."""
     return True

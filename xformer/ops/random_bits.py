@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device, is_array_api_obj
 
-from xformer.checks import require_sizes
+from xformer.checks import require_in_range, require_integers, require_sizes
 from xformer.dispatch import overridable
 from xformer.shapes import require_array
 from xformer.typing import Array
@@ -74,6 +74,8 @@ def require_key(op: str, key: Any, name: str = "key") -> None:
         raise TypeError(f"{op}: {name} must be an xformer.RandomKey, got {got}")
     for part, value, bits in zip(RandomKey._fields, key, (64, 32, 32), strict=True):
         if part == "step" and is_array_api_obj(value):
+            ids = require_integers(op, f"{name}.step", value, value)
+            require_in_range(op, f"{name}.step", ids, 1 << bits, ids=value)
             continue
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{op}: {name}.{part} must be an int, got {value!r}")

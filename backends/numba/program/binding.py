@@ -93,9 +93,9 @@ class Code:
                     else:
                         constants.append((len(words), np.asarray(x)))
                     words.append(0)
-                checks.append(len(words) if instruction.checks else -1)
-                if instruction.checks:
-                    self._checks.append(_Check(i, len(words), instruction.run))
+                checks.append(len(words) if instruction.raises else -1)
+                if instruction.raises:
+                    self._checks.append(_Check(i, len(words), instruction.raises))
                 words += [int(n) for n in numbers]
                 rows.append((kernel.address, 0, pieces, barrier, first, 0, anyone))
                 first += pieces

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from xformer.backends.numba.compiled import elementwise
 from xformer.backends.numba.program.native import (
+    NOTHING,
     Native,
     float32s,
     int32s,
     native,
+    numbers,
     part,
     uint8s,
     words,
@@ -48,7 +51,16 @@ def _native_gather(
     size = x.dtype.itemsize
     if ids.dtype != np.int64 or size not in (1, 4, 8) or not out.size:
         return None
-    return Native(gather, (*sizes, size), program.pieces(out.size))
+    return Native(gather, (*NOTHING, *sizes, size), program.pieces(out.size))
+
+
+def out_of_range(size: int, axis: int) -> Callable[[Any], None]:
+    """Return a function that raises IndexError for a wrong index along an axis of this size."""
+
+    def raises(wrong: Any) -> None:
+        raise IndexError(f"index {wrong[0]} is out of bounds for axis {axis} with size {size}")
+
+    return raises
 
 
 def native_argsort(program: Program, x: Traced, *, descending: bool) -> Native | None:
@@ -67,18 +79,21 @@ def gather(args: int, piece: int, pieces: int, memory: int) -> None:
     """y[r, m] = x[r, ids[r, m]], or x[r, ids[m]] if all rows share the ids.
 
     outputs: y (R, M, I); inputs: x (R, N, I), ids (R, M) or (M,);
-    integers: R, N, M, the number of ids of each row (M, or 0 if rows share them), I, bytes of an
-    element. Writes 0 for an id out of range, for which NumPy raises.
+    integers: three results of the check (failed, a wrong id, not used; at first `NOTHING`), R, N,
+    M, the number of ids of each row (M, or 0 if rows share them), I, bytes of an element.
+    Ids are in [-N, N); for another id the check fails, and 0 is written.
     """
-    a = words(args, 9)
-    n, m, ids_per_row, inner, size = a[4], a[5], a[6], a[7], a[8]
-    start, stop = part(a[3] * m, piece, pieces, 1)
-    ids = words(a[2], a[3] * ids_per_row if ids_per_row else m)
+    a, check = words(args, 12), numbers(args, 2)
+    n, m, ids_per_row, inner, size = a[7], a[8], a[9], a[10], a[11]
+    start, stop = part(a[6] * m, piece, pieces, 1)
+    ids = words(a[2], a[6] * ids_per_row if ids_per_row else m)
     for i in range(start, stop):
         row, j = i // m, i % m
         index = ids[row * ids_per_row + j]
         index = index + n if index < 0 else index
         in_range = 0 <= index < n
+        if not in_range:
+            check[0], check[1] = 1, ids[row * ids_per_row + j]
         x = a[1] + (row * n + index if in_range else 0) * inner * size
         _copy(size, x, a[0] + i * inner * size, inner, in_range)
 

@@ -363,7 +363,8 @@ def take(x: Traced, ids: Traced, /, *, axis: int | None = None) -> Traced:
     def run(out: Any, x: Any, ids: Any) -> None:
         np.copyto(out, xp.take(x, ids, axis=at))
 
-    program.emit("take", run, [out], [x, ids], native)
+    raises = indexed.out_of_range(x.shape[at], at) if native else None
+    program.emit("take", run, [out], [x, ids], native, raises=raises)
     return out
 
 
@@ -380,7 +381,8 @@ def take_along_axis(x: Traced, ids: Traced, /, *, axis: int = -1) -> Traced:
     def run(out: Any, x: Any, ids: Any) -> None:
         np.copyto(out, xp.take_along_axis(x, ids, axis=-1))
 
-    program.emit("take_along_axis", run, [out], [contiguous(x), contiguous(ids)], native)
+    ins, raises = [contiguous(x), contiguous(ids)], indexed.out_of_range(x.shape[-1], x.ndim - 1)
+    program.emit("take_along_axis", run, [out], ins, native, raises=raises)
     return out
 
 

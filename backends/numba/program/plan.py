@@ -88,7 +88,7 @@ def waits(code: Sequence[Instruction], offsets: dict[Buffer, int]) -> list[bool]
         ins = [_span(x, offsets) for x in instruction.ins if isinstance(x, Traced) and x.size]
         outs = [_span(x, offsets) for x in instruction.outs if x.size]
         marks.append(after_check or _overlap(written, ins + outs) or _overlap(read, outs))
-        after_check = instruction.checks
+        after_check = instruction.raises is not None and not instruction.outs
         if marks[-1]:
             read, written = [], []
         read += ins

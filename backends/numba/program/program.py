@@ -24,8 +24,8 @@ class Instruction(NamedTuple):
     the old values of outs, or writes to ins.
     in_place: for each out, the indices of ins whose memory it may reuse: to compute an element of
     the out, an instruction reads only the same element of these ins.
-    checks: the instruction only checks values. It has no outs, is always run, and raises ValueError
-    for a wrong value.
+    raises: of an instruction that checks values, which is always run. It is called with the least
+        and the largest value if a native check has failed. Without outs it only checks: `run`.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Instruction(NamedTuple):
     ins: tuple[Operand, ...]
     native: Native | None = None
     in_place: InPlace = ()
-    checks: bool = False
+    raises: Callable[[Any], None] | None = None
 
     def __str__(self) -> str:
         outs, ins = (" ".join(map(_shown, operands)) for operands in (self.outs, self.ins))
@@ -84,11 +84,11 @@ class Program:
         native: Native | None = None,
         *,
         in_place: InPlace = (),
-        checks: bool = False,
+        raises: Callable[[Any], None] | None = None,
     ) -> None:
         """Append an instruction (arguments as of `Instruction`), with constants as NumPy arrays."""
         ins = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
-        self.code.append(Instruction(name, run, tuple(outs), tuple(ins), native, in_place, checks))
+        self.code.append(Instruction(name, run, tuple(outs), tuple(ins), native, in_place, raises))
 
     def pieces(self, size: int) -> int:
         """Return the number of pieces of an instruction of `size` elements: `threads` or 1.
@@ -107,7 +107,7 @@ class Program:
         for instruction in reversed(self.code):
             if instruction.outs and not any(out.size for out in instruction.outs):
                 continue
-            if instruction.checks or any(out.buffer in needed_buffers for out in instruction.outs):
+            if instruction.raises or any(out.buffer in needed_buffers for out in instruction.outs):
                 code.append(instruction)
                 needed_buffers.update(x.buffer for x in instruction.ins if isinstance(x, Traced))
         return code[::-1]

@@ -153,7 +153,12 @@ def address(layout: Any) -> int:
 
 
 def laid_out(program: Program, buffer: Buffer, shape: Shape, dtype: Any, strides: Shape) -> Traced:
-    """Return an array of this shape, dtype and strides at the beginning of a buffer."""
+    """Return an array of this shape, dtype and strides at the beginning of a buffer.
+
+    Unrecorded for another dtype than native numbers and booleans.
+    """
+    if dtype.kind not in "biufc" or not dtype.isnative:
+        raise Unrecorded(f"an array of dtype {dtype.str} is not recorded")
     layout = as_strided(np.empty(1, dtype), shape, strides)
     return Traced(program, buffer, layout, address(layout))
 
