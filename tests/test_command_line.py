@@ -5,18 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_dispatch import python
 
+from xformer import backends, training
 from xformer.cli import main
-from xformer.cli.command_line import COMMANDS
-from xformer.cli.errors import in_words
+from xformer.cli.command_line import COMMANDS, command_parser
+from xformer.cli.errors import by_option, in_words
+from xformer.models import GPT
 
 MODULES = {f"xformer.cli.{name.replace('-', '_')}" for name in COMMANDS}
 IMPORTED = """
 import contextlib, io, json, sys
 before = set(sys.modules)
+from xformer import backends, training
 from xformer.cli import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main({argv})
@@ -29,6 +33,7 @@ class Interrupted:
         if name == {module!r}:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupted())
+from xformer import backends, training
 from xformer.cli import main
 sys.exit(main({argv}))
 """
@@ -137,3 +142,87 @@ def test_a_name_that_no_file_can_have(capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_an_error_in_words(error: Exception, words: str) -> None:
     assert in_words(error) == words
+
+
+@pytest.mark.parametrize(
+    ("message", "words", "said"),
+    [
+        (
+            "attach: rank must be an int of at least 1, got 0",
+            "finetune --task causal --model m --data d --lora 0",
+            "--lora must be an int of at least 1, got 0",
+        ),
+        (
+            "top_k: k must be an int of at least 1, got -2",
+            "generate --model m --prompt p --top-k=-2",
+            "--top-k must be an int of at least 1, got -2",
+        ),
+        (
+            "attention: n_heads = 3 must divide d_model = 8, or d_head must be given",
+            "train --heads 3 --d-model 8",
+            "attention: --heads = 3 must divide --d-model = 8, or d_head must be given",
+        ),
+        (
+            "embed: batch_size must be an int of at least 1, got 0",
+            "embed --model m x --batch 0",
+            "--batch must be an int of at least 1, got 0",
+        ),
+        (
+            "ledger: length must be an int of at least 1, got 0",
+            "memory --model m --seq-len 0",
+            "--seq-len must be an int of at least 1, got 0",
+        ),
+        # of the model, not of the option
+        ("layer: rank must be at most 3, got 8", "train --layers 2", None),
+        ("GPT: n_layers must be at most 3, got 8", "train --layers 2", None),
+        ("a vocabulary with x = 3 is damaged", "train --steps 3", None),
+    ],
+)
+def test_errors_name_the_option(message: str, words: str, said: str | None) -> None:
+    args = command_parser()[0].parse_args(words.split())
+    assert by_option(message, args) == (said or message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("train --batch 100000000", "--batch 100000000 texts of 128 tokens need at least "),
+        ("train --layers 9 --d-model 999996", "gradients need at least "),
+        ("memory --model run --batch 100000000", "--batch 100000000 texts of 64 tokens need "),
+        (
+            "memory --model run --seq-len 9999999999",
+            "for --batch 1 texts of 9999999999 tokens need",
+        ),
+        ("signal-flow --layers 9000000000000000", "not enough memory; asked for --layers 90"),
+    ],
+)
+def test_what_cannot_fit_is_refused_at_once(
+    argv: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = GPT(256, 1, 64, 2, 64, positions="none")
+    training.save(tmp_path / "run", model, model.init(0), backends.get("numpy"))
+    monkeypatch.setattr("xformer.cli.train_job.load_corpus", None)  # no text is read
+    before = sorted(tmp_path.iterdir())
+    assert main(argv.split()) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("xformer: error: not enough memory") and said in err
+    assert err.count("\n") == 1 and sorted(tmp_path.iterdir()) == before
+
+
+def test_memory_that_runs_out_later_names_the_sizes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(_: Any) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr("xformer.cli.summary.run", run)
+    assert main(["summary", "--model", "m", "--batch", "7", "--seq-len", "9"]) == 1
+    said = "xformer: error: not enough memory; asked for --batch 7 --seq-len 9\n"
+    assert capsys.readouterr().err == said
+    assert main(["summary", "--model", "m"]) == 1
+    assert capsys.readouterr().err == "xformer: error: not enough memory\n"

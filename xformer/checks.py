@@ -22,6 +22,7 @@ from xformer.shapes import (
     require_same_device,
     require_same_library,
 )
+from xformer.showing import size
 from xformer.typing import Array
 
 MAX_LAYERS = 10_000
@@ -260,10 +261,10 @@ def whole(value: Any) -> int | None:
 def require_sizes(op: str, low: int, **sizes: Any) -> tuple[int, ...]:
     """The sizes as ints. ValueError unless each is an integer of at least `low`."""
     checked = []
-    for name, size in sizes.items():
-        plain = whole(size)
+    for name, value in sizes.items():
+        plain = whole(value)
         if plain is None or plain < low:
-            raise ValueError(f"{op}: {name} must be an int of at least {low}, got {size!r}")
+            raise ValueError(f"{op}: {name} must be an int of at least {low}, got {value!r}")
         checked.append(plain)
     return tuple(checked)
 
@@ -296,6 +297,25 @@ def require_id(op: str, size: int, **ids: Any) -> tuple[int, ...]:
             raise ValueError(f"{op}: {name} must lie in [0, {size}), got {value!r}")
         checked.append(plain)
     return tuple(checked)
+
+
+def require_memory(what: str, nbytes: int) -> None:
+    """MemoryError if `nbytes` are more than twice the memory of this machine.
+
+    what: names what needs them in the message
+    nbytes: a lower bound
+
+    Less may fit, by swap or compression. It is not checked on systems that do not say how large
+    their memory is.
+    """
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return
+    if nbytes > 2 * total:
+        raise MemoryError(
+            f"{what} need at least {size(nbytes)}, and this machine has {size(total)}"
+        )
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:

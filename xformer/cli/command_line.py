@@ -17,7 +17,7 @@ from typing import Any
 
 import xformer
 from xformer.cli import config_file
-from xformer.cli.errors import in_words
+from xformer.cli.errors import by_option, in_words, sizes_given
 from xformer.cli.output import end, one_line, printing
 from xformer.cli.parser import Parser
 from xformer.launcher import launched
@@ -80,19 +80,26 @@ def command_parser(asked: Collection[str] = tuple(COMMANDS)) -> tuple[Parser, Ma
 def _run(argv: Sequence[str] | None) -> int:
     usual, warnings.formatwarning = warnings.formatwarning, _warning
     file: config_file.ConfigFile | None = None
+    args = argparse.Namespace()
     try:
         words = sys.argv[1:] if argv is None else list(argv)
         _meet(words)
-        parser, commands = command_parser([word for word in words if word in COMMANDS][:1])
+        asked = [word for word in words if word in COMMANDS][:1]
+        parser, commands = command_parser(asked)
         file = config_file.use(words, commands)
         args = parser.parse_args(words)
         with _kernels_of(args):
             status: int = args.run(args)
     except (ValueError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:
+        message = by_option(in_words(error), args)
         if file is not None and isinstance(error, ValueError):
-            error.add_note(file.note(error, args))
+            error.add_note(file.note(message, args))
+        if isinstance(error, MemoryError):
+            sizes = sizes_given(args, commands[asked[0]])
+            if sizes not in message:
+                error.add_note(f"asked for {sizes}")
         notes = getattr(error, "__notes__", [])  # for example, the last good checkpoint
-        end(f"xformer: error: {one_line('; '.join([in_words(error), *notes]))}")
+        end(f"xformer: error: {one_line('; '.join([message, *notes]))}")
         return 1
     except KeyboardInterrupt:
         end("xformer: interrupted")

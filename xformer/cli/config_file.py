@@ -28,12 +28,12 @@ class ConfigFile(NamedTuple):
     path: Path
     options: dict[str, Any]
 
-    def note(self, error: Exception, args: argparse.Namespace) -> str:
+    def note(self, message: str, args: argparse.Namespace) -> str:
         """The part of an error message that says which options came from the file."""
         named = [
             f"{name} = {_toml(value)}"
             for name, value in self.options.items()
-            if re.search(rf"--{re.escape(name)}(?![\w-])", str(error))
+            if re.search(rf"--{re.escape(name)}(?![\w-])", message)
             and getattr(args, name.replace("-", "_"), value) == value
         ]
         return f"{self.path} has {', '.join(named)}" if named else f"options are from {self.path}"

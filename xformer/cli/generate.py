@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import tee
 from typing import Any
 
-from xformer import backends
-from xformer.checks import require_id, require_sizes
+from xformer import backends, tree
+from xformer.checks import require_id, require_memory, require_sizes
 from xformer.cli.models import LoadedModel, opened, start_id
 from xformer.cli.output import is_lost, visible
 from xformer.cli.parser import Parser
@@ -187,6 +187,8 @@ def _new_ids(
 ) -> list[Iterator[int]]:
     """The ids of each sample as they are generated, with the one of `stops` that ends the text."""
     max_new_tokens = _max_new(args, loaded, network, text, settings)
+    n, option = max((args.num_samples, "--num-samples"), (chosen.beams or 1, "--beams"))
+    require_memory(f"the states of {option} {n}", n * tree.nbytes(text))
     ends = ends_of(loaded.tokenizer, network)
     filters = chosen.filters(constraints(settings, ends, text.width, max_new_tokens))
     if chosen.beams is None:

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from xformer.checks import require_memory
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.cli.summary import Row, inspected, table
 from xformer.ledger import Ledger, ledger, measured_peak
+from xformer.measure import blocks_of
 from xformer.models import GPT
 from xformer.optim import OPTIMISERS
 from xformer.shapes import FLOATING
@@ -61,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
     network = dataclasses.replace(network, activation_checkpointing=args.activation_checkpointing)
     most = model.max_len if isinstance(model, GPT) else context(network)
     length = min(LENGTH, most or LENGTH) if args.seq_len is None else args.seq_len
+    what = f"activations of a layer, which runs, for --batch {args.batch} texts of {length} tokens"
+    n_tokens = args.batch * length
+    require_memory(what, 4 * n_tokens * blocks_of(network)[0].d_model)
     options: Any = {
         "batch": args.batch,
         "length": length,

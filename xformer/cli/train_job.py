@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from xformer import backends
+from xformer.checks import require_memory
 from xformer.cli import train_from
 from xformer.cli.models import enable_float64
 from xformer.cli.progress import each, progress
 from xformer.cli.train_options import config_of
+from xformer.launcher import launched
+from xformer.measure import blocks_of
 from xformer.models import GPT
 from xformer.models.precision import require_reducible
+from xformer.pretrained.matching import shapes_of
 from xformer.training import (
     Batch,
     Bytes,
@@ -84,17 +89,21 @@ def job_of(options: argparse.Namespace) -> Job:
     origin = None if options.origin is None else train_from.origin(options)
     words = _words(options) if origin is None else origin.vocabulary
     memory = options.memory if origin is None else origin.model.network.memory_len
-    with progress() as report:
-        corpus = load_corpus(options.data, words, progress=report)
-        source, validation = (_source(corpus, i, options, memory) for i in (0, 1))
-        # Raises for damaged tokens, before a folder is made.
-        baseline = unigram_loss(corpus, report)
     sizes = (options.layers, options.d_model, options.heads, options.max_len)
     model: Any = None if origin is None else origin.model
     if model is None:
         names = ("positions", "position_mode", "norm_placement", "residual_scale", "reversible")
         chosen: Any = {name: getattr(options, name) for name in (*names, "dropout")}
-        model = GPT(corpus.vocabulary.size, *sizes, memory_len=memory, **chosen)
+        model = GPT(1, *sizes, memory_len=memory, **chosen)  # refuses sizes before text is read
+    if options.backend in backends.WITH_NUMPY:
+        _require_memory(model, options)
+    with progress() as report:
+        corpus = load_corpus(options.data, words, progress=report)
+        source, validation = (_source(corpus, i, options, memory) for i in (0, 1))
+        # Raises for damaged tokens, before a folder is made.
+        baseline = unigram_loss(corpus, report)
+    if origin is None:
+        model = dataclasses.replace(model, vocab_size=corpus.vocabulary.size)
     require_reducible("--precision", model, options.precision)
     prompt = PROMPT
     if options.data is not None:
@@ -104,6 +113,21 @@ def job_of(options: argparse.Namespace) -> Job:
     held_out = Held(list(validation.held_out(config.eval_batches)))
     fields = (model, loss, corpus, source, validation, held_out, config)
     return Job(*fields, backend, prompt, baseline)
+
+
+def _require_memory(model: Any, options: argparse.Namespace) -> None:
+    """MemoryError if parameters and gradients, or what one step saves, cannot fit.
+
+    At least the input of each block is saved; reversible blocks save the last one.
+    """
+    itemsize = 8 if options.dtype == "float64" else 4
+    n_params = sum(map(math.prod, shapes_of(model).values()))
+    require_memory("parameters and gradients", 2 * n_params * itemsize)
+    blocks = blocks_of(model.network)
+    n_saved = 1 if blocks[0].reversible else len(blocks)
+    n_tokens = options.batch * options.max_len // launched()
+    what = f"the activations of --batch {options.batch} texts of {options.max_len} tokens"
+    require_memory(what, n_tokens * blocks[0].d_model * n_saved * itemsize)
 
 
 def _words(options: argparse.Namespace) -> Any:
