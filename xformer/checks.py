@@ -35,6 +35,7 @@ OTHER_NAMES = {  # of choices and options: name here -> names in other libraries
     **{"steps": "epochs num-epochs max-iters", "layers": "depth", "d-model": "n-embd hidden-size"},
     **{"max-len": "max-length max-seq-length seq-len block-size context-length"},
     **{"max-new-tokens": "max-length length", "tokenizer": "vocab-size", "data": "input text"},
+    **{"mask": "attn-mask attention-mask", "axis": "dim", "dropout-rate": "dropout dropout-p"},
     **{"lora": "rank lora-rank lora-r", "alpha": "lora-alpha", "file": "input", "prompt": "text"},
 }
 

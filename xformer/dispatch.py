@@ -127,23 +127,45 @@ class Overridable(Generic[P, R]):
         if library == "numpy" and _chosen.get() != "numpy":
             kernels = self.asked(library)
         run: Any = None
-        if kernels:
-            if self._off() is None:
-                for kernel in kernels:
-                    if kernel.unsupported is None or kernel.unsupported(*args, **kwargs) is None:
-                        run = kernel.run
-                        break
-            if run is None and (why := self._refusal(kernels, args, kwargs)) is not None:
-                raise TypeError(why)
-        if run is None:
-            run = self.reference
-        if (observe := _observer.get()) is not None:
-            run = observe(self, run)
-        if self.drops and _inference.get():
-            y, _ = run(*args, **kwargs)
-            return y, NoCache()  # type: ignore[return-value]  # in place of the op's own cache
-        result: R = run(*args, **kwargs)
-        return result
+        try:
+            if kernels:
+                if self._off() is None:
+                    for kernel in kernels:
+                        if (
+                            kernel.unsupported is None
+                            or kernel.unsupported(*args, **kwargs) is None
+                        ):
+                            run = kernel.run
+                            break
+                if run is None and (why := self._refusal(kernels, args, kwargs)) is not None:
+                    raise TypeError(why)
+            if run is None:
+                run = self.reference
+            if (observe := _observer.get()) is not None:
+                run = observe(self, run)
+            if self.drops and _inference.get():
+                y, _ = run(*args, **kwargs)
+                return y, NoCache()  # type: ignore[return-value]  # in place of the op's own cache
+            result: R = run(*args, **kwargs)
+            return result
+        except TypeError:
+            self._require_arguments(args, kwargs)
+            raise
+
+    def _require_arguments(self, args: Any, kwargs: Any) -> None:
+        """TypeError, which names the op and its arguments, if the op does not take these."""
+        signature = inspect.signature(self.reference)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            from xformer.checks import did_you_mean  # which imports this module
+
+            known = {
+                n: n + "=" * (p.kind == p.KEYWORD_ONLY) for n, p in signature.parameters.items()
+            }
+            unknown = next((name for name in kwargs if name not in known), None)
+            takes = did_you_mean(unknown, known) or f"; it takes {', '.join(known.values())}"
+            raise TypeError(f"{self.__name__}: {error}{takes}") from None
 
     def import_kernels(self, library: str) -> list[Kernel]:
         """The kernels for a library's arrays. The first call imports the backend's kernels."""

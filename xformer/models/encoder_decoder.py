@@ -32,6 +32,7 @@ from xformer.layers.stack import (
 from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
 from xformer.models.state import DecodeState
+from xformer.models.usage import not_called, require_params
 from xformer.ready import Ready, below, report
 from xformer.shapes import require_array
 from xformer.showing import short
@@ -70,6 +71,8 @@ class EncoderDecoder:
     # config.json and generation_config.json of a pretrained model
     hf_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     generation_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+
+    __call__ = not_called
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -183,6 +186,7 @@ class EncoderDecoder:
         dropout_key: None: no dropout
         """
         n_layers = len(self.encoder)
+        require_params("EncoderDecoder", params, EncoderDecoderParams)
         require_stack(
             "encoder", "params.encoder", params.encoder, self.encoder, self.encoder_norm, n_layers
         )
@@ -326,7 +330,8 @@ class EncoderDecoder:
         return y, saved(EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed))
 
     def _require_decoder(self, params: EncoderDecoderParams) -> None:
-        """ValueError unless params.decoder fits the configuration."""
+        """ValueError unless params.decoder fits the configuration. TypeError for another type."""
+        require_params("EncoderDecoder", params, EncoderDecoderParams)
         require_stack(
             "decoder",
             "params.decoder",

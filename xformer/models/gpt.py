@@ -22,6 +22,7 @@ from xformer.models.language_model import (
 )
 from xformer.models.lm_head import LMHead
 from xformer.models.loss import LossCache
+from xformer.models.usage import not_called
 from xformer.typing import Array
 
 
@@ -61,6 +62,8 @@ class GPT:
     residual_scale: float | None = None  # of `layers.BlockConfig`; 0: ReZero
     # Two streams (arXiv:2001.04451); backward rebuilds the input of each block from its output.
     reversible: bool = False
+
+    __call__ = not_called
 
     def __post_init__(self) -> None:
         plain_numbers(self)

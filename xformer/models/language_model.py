@@ -47,6 +47,7 @@ from xformer.models.pooled import PooledCache, pool_hidden, require_pooling
 from xformer.models.router_loss import RouterLossCache, router_loss
 from xformer.models.segment_memory import SegmentMemory
 from xformer.models.state import DecodeState, position_ids, require_padding_mask
+from xformer.models.usage import not_called, require_params
 from xformer.ops._loss import one
 from xformer.ready import Ready, below, report
 from xformer.shapes import require_array
@@ -90,6 +91,8 @@ class LanguageModel:
     # config.json and generation_config.json of a pretrained model
     hf_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     generation_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+
+    __call__ = not_called
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -295,8 +298,8 @@ class LanguageModel:
 
         memory: of the segments before; then `cache.stack.layers.extended` is for the next one
         """
-        require_array("LanguageModel", "tokens", tokens)
         self._require_stack(params)
+        require_array("LanguageModel", "tokens", tokens)
         keys = dropout_streams(dropout_key, len(self.blocks))
         are_given = positions is not None
         if are_given:
@@ -325,7 +328,8 @@ class LanguageModel:
         return y, HiddenCache(embed_cache, stack_cache)
 
     def _require_stack(self, params: LanguageModelParams) -> None:
-        """ValueError unless params.stack fits the configuration."""
+        """ValueError unless params.stack fits the configuration. TypeError for another type."""
+        require_params("LanguageModel", params, LanguageModelParams)
         n_groups = self.n_shared_layer_groups
         n_blocks = len(self.blocks) if n_groups is None else n_groups
         require_stack(

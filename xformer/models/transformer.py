@@ -31,6 +31,7 @@ from xformer.models.encoder_decoder import (
 )
 from xformer.models.lm_head import LMHead
 from xformer.models.loss import LossCache
+from xformer.models.usage import not_called
 from xformer.typing import Array
 
 
@@ -72,6 +73,8 @@ class Transformer:
     # Each block saves only its input, and runs again in backward.
     activation_checkpointing: bool = False
     residual_scale: float | None = None  # of `layers.BlockConfig`; 0: ReZero
+
+    __call__ = not_called
 
     def __post_init__(self) -> None:
         plain_numbers(self)

@@ -49,6 +49,8 @@ def sdpa_options(
     The reference and every kernel call it first. The errors are those of `sdpa`.
     """
     require_heads("sdpa", q, k, mask)
+    if type(causal).__name__ not in ("bool", "bool_"):  # the latter is NumPy's
+        raise TypeError(f"sdpa: causal must be True or False, got {causal!r:.100}")
     if bias is not None:
         require_broadcasts("sdpa", "bias", bias, (*q.shape[:3], k.shape[2]))
     return SdpaOptions(
