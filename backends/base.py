@@ -187,7 +187,8 @@ class Backend:
     def _require_dtype(self, dtype: str) -> None:
         if dtype not in self.dtypes:
             supported = " and ".join(self.dtypes)
-            raise ValueError(f"backend {self.name} computes in {supported}, not {dtype}{self.hint}")
+            got = dtype if isinstance(dtype, str) else f"{dtype!r}: give the name of the dtype"
+            raise ValueError(f"backend {self.name} computes in {supported}, not {got}{self.hint}")
 
     def _from_host(self, host: np.ndarray) -> Array:
         return self.xp.asarray(host, device=self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 INTERRUPTED = """
 import sys
+import warnings
 class Interrupted:
     def find_spec(self, name, path, target=None):
         if name == {module!r}:
@@ -226,3 +228,19 @@ def test_memory_that_runs_out_later_names_the_sizes(
     assert capsys.readouterr().err == said
     assert main(["summary", "--model", "m"]) == 1
     assert capsys.readouterr().err == "xformer: error: not enough memory\n"
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_a_divergence_is_one_sentence(
+    backend: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (why := backends.unavailable_reason(backend)) is not None:
+        pytest.skip(why)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 200)
+    argv = "train --preset tiny --layers 1 --steps 9 --lr 1e30 --clip 0 --data text.txt --backend"
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main([*argv.split(), backend]) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("xformer: error: the loss of step ") and err.count("\n") == 1

@@ -216,7 +216,7 @@ def test_every_kind_of_option(
         ),
         (
             "heads = 7",
-            "n_heads = 7 must divide d_model = 64, or d_head must be given; options are from c",
+            "--heads = 7 must divide d_model = 64, or d_head must be given; c.toml has heads = 7",
         ),
         ("tokenizer = 'braille'", "got 'braille'; options are from c.toml"),
         (

@@ -458,10 +458,13 @@ def test_mistakes_are_one_line(said: Any, folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "model.safetensors", tmp_path)
     for command, message in [
         (own, "there are no texts: give a text, --file PATH, or - for standard input"),
-        ([*own, "--file", str(tmp_path / "bad.txt")], "bad.txt: must be UTF-8"),
+        (
+            [*own, "--file", str(tmp_path / "bad.txt")],
+            "bad.txt is not UTF-8 text: byte 0xff at offset 0",
+        ),
         ([*own, "--file", str(tmp_path / "absent")], "absent"),
         ([*own, *"abcdefghijklmnopqrstu"], "a table shows at most 20 texts, got 21: add --json"),
-        ([*own, "--batch", "0", "x"], "batch_size must be an int of at least 1, got 0"),
+        ([*own, "--batch", "0", "x"], "--batch must be an int of at least 1, got 0"),
         (
             ["embed", "--model", "absent", "x"],
             "there is no folder or file absent. If it is a model on the Hugging Face Hub",

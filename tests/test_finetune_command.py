@@ -349,12 +349,12 @@ def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
         (["--data", "long.jsonl"], "long.jsonl: line 1: the prompt's 41 tokens leave no room for"),
         (["--data", "one.jsonl"], "1 examples are too few to keep 1 for validation"),
         (["--task", "masked", "--data", "masked.jsonl"], "must be a masked language model"),
-        (["--max-len", "1"], "max_len must be an int of at least 2, got 1"),
-        (["--max-len", "33", "--model", "gpt"], "max_len must be at most the model's 32, got 33"),
-        (["--validation-fraction", "1"], "share must lie in [0, 1), got 1"),
+        (["--max-len", "1"], "--max-len must be an int of at least 2, got 1"),
+        (["--max-len", "33", "--model", "gpt"], "--max-len must be at most the model's 32, got 33"),
+        (["--validation-fraction", "1"], "--validation-fraction must lie in [0, 1), got 1"),
         (["--steps", "0"], "--steps must be an int of at least 1, got 0"),
         (["--batch", "0"], "--batch must be an int of at least 1, got 0"),
-        (["--lora", "0"], "attach: rank must be an int of at least 1, got 0"),
+        (["--lora", "0"], "--lora must be an int of at least 1, got 0"),
         (["--lora", "2", "--targets", "*.qkv"], "'*.qkv' matches no linear map; there are *.attn"),
         (["--alpha", "2"], "--alpha and --targets need --lora"),
         (["--targets", "*"], "--alpha and --targets need --lora"),
@@ -408,7 +408,7 @@ def test_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     # Only of that module: the model is validated before it is written.
     monkeypatch.setattr(files, "np", SimpleNamespace(**vars(np) | {"ascontiguousarray": full}))
     assert main(command("causal")) == 1
-    assert "No space left on device; there is no checkpoint yet" in capsys.readouterr().err
+    assert "no space left on device; there is no checkpoint yet" in capsys.readouterr().err
     assert names("new") == BEGUN
 
 

@@ -339,6 +339,13 @@ def finite(op: str, name: str, value: Any, low: float = -math.inf) -> float:
     return number(op, name, value, low=low)
 
 
+def require_text(op: str, text: Any) -> None:
+    """TypeError unless `text` is a string."""
+    if not isinstance(text, str):
+        got = "None" if text is None else type(text).__name__
+        raise TypeError(f"{op}: the text must be a string, got {got}")
+
+
 def require_utf8(what: str, text: str) -> None:
     """ValueError for a text that has no UTF-8, such as an argument of a command in Latin-1."""
     try:

@@ -479,6 +479,8 @@ def saved(cache: Any) -> Any:
 
 def explain(op: Overridable[..., Any], *args: Any, **kwargs: Any) -> str:
     """A text: which implementation of `op` these arguments would run, and why others would not."""
+    if not isinstance(op, Overridable):
+        raise TypeError(f"explain: op must be an op, such as xformer.ops.sdpa, got {op!r:.100}")
     library = op._library(args, kwargs)
     asked, lines, chosen = op.asked(library), [], None
     for candidate in asked:

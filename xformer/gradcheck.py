@@ -121,6 +121,8 @@ def gradcheck(
     overwritten. TypeError for arrays that are not float64, ValueError for gradients of another
     structure than args.
     """
+    if not callable(fn):
+        raise TypeError(f"gradcheck: fn must be a function, got {fn!r:.100}")
     name = getattr(fn, "__name__", type(fn).__name__)
     if rtol is None:
         rtol = EXACT_RTOL if exact else RTOL

@@ -110,6 +110,8 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
 
     All trees must have the same structure. ValueError names the first node that differs.
     """
+    if not callable(fn):
+        raise TypeError(f"tree.map: fn must be a function, got {fn!r:.100}")
 
     def inside(first: Any, *others: Any) -> Any:
         mapped = fn(value(first), *(value(other) for other in others))

@@ -24,12 +24,14 @@ from xformer.layers import LinearParams, LoRAParams
 from xformer.models import EncoderDecoder, LMHead
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.files import write
+from xformer.pretrained.foreign import PICKLE, converting
 from xformer.pretrained.mapped import Tensor, open_file
 from xformer.pretrained.reading import listed, read_json
 from xformer.tree import value
 from xformer.typing import Array
 
 WEIGHTS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"  # of older versions of PEFT
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 WHOLE = re.compile(re.escape(PREFIX) + r"(?!.*\.lora_).*\.(weight|bias|\w+_proj)")
 
@@ -144,6 +146,9 @@ def _task_type(model: Any) -> str | None:
 def _tensors(root: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """The two tensors of each adapted module, and whole parameters, both by name."""
     if not os.path.lexists(root / WEIGHTS):
+        if (root / PICKLED).is_file():
+            command = converting(root / PICKLED, root / WEIGHTS)
+            raise PretrainedError(f"{root}: {PICKLED} is {PICKLE}; to convert it: {command}")
         raise FileNotFoundError(f"{root} is no adapter: it has no {WEIGHTS}")
     tensors = open_file(root / WEIGHTS)
     ends = (DOWN, UP)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from xformer.checks import require_text
 from xformer.files import replacing
 
 VOCABULARY, FORMAT = "vocabulary.json", "xformer-vocabulary-1"
@@ -26,6 +27,7 @@ class Bytes:
 
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes of `text`, ids 0 to 255. UnicodeEncodeError for a lone surrogate."""
+        require_text("Bytes", text)
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -74,6 +76,7 @@ class Characters:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`. ValueError, with their list, for unknown characters."""
+        require_text("Characters", text)
         ids: list[int] = self.array(text).tolist()
         return ids
 

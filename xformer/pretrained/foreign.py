@@ -119,13 +119,16 @@ def _zipped(path: Path) -> tuple[str, str]:
 
 
 def _from_torch(path: Path) -> str:
-    """Text: how to convert a state dict to safetensors without running its code (weights_only)."""
+    command = converting(path, path.parent / WEIGHTS)
+    return f"beside a {CONFIG}, this makes a model of a state dict: {command}"
+
+
+def converting(path: Path, target: Path) -> str:
+    """The command that converts a state dict of PyTorch without running its code (weights_only)."""
     tensors = f"torch.load({str(path)!r}, weights_only=True, map_location='cpu').items()"
     arrays = f"{{n: t.contiguous().clone() for n, t in {tensors}}}"
-    code = f"safetensors.torch.save_file({arrays}, {str(path.parent / WEIGHTS)!r})"
-    return f"beside a {CONFIG}, this makes a model of a state dict: " + _python(
-        f"import torch, safetensors.torch; {code}"
-    )
+    code = f"safetensors.torch.save_file({arrays}, {str(target)!r})"
+    return _python(f"import torch, safetensors.torch; {code}")
 
 
 def _pickled(root: Path, name: str) -> str:

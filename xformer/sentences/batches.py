@@ -18,6 +18,8 @@ from xformer.checks import require_sizes, require_utf8
 from xformer.compiling import bucket, records
 from xformer.models import LanguageModel
 from xformer.models.in_words import in_words
+from xformer.models.language_model import LanguageModelParams
+from xformer.models.usage import require_params
 from xformer.summary import context
 from xformer.tree import value
 
@@ -73,6 +75,7 @@ def by_batch(
         rows of all texts before are computed. Then a batch has texts of one of the `GROUPS` only
     For the other arguments and errors see `embed`.
     """
+    require_parts(what, params, tokenizer)
     texts = listed(what, texts, pairs)
     if not isinstance(prompt, str):
         raise TypeError(f"{what}: prompt must be a string, got {type(prompt).__name__}")
@@ -149,6 +152,17 @@ def require_language_model(what: str, model: Any) -> None:
         )
     if model.embed is None:
         raise ValueError(f"{what}: the model must read tokens, got one that reads vectors")
+
+
+def require_parts(what: str, params: Any, tokenizer: Any) -> None:
+    """TypeError unless the other two parts of a model are its parameters and a tokenizer."""
+    require_params(what, params, LanguageModelParams)
+    if not hasattr(tokenizer, "batch"):
+        got = "None" if tokenizer is None else type(tokenizer).__name__
+        raise TypeError(
+            f"{what}: tokenizer must be one of xformer.pretrained.tokenizer.tokenizer(folder), "
+            f"got {got}"
+        )
 
 
 def listed(what: str, texts: Any, pairs: bool = False) -> list[Any]:

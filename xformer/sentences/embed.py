@@ -13,9 +13,17 @@ from xformer import ops
 from xformer.checks import require_one_of, require_sizes
 from xformer.compiling import Forward
 from xformer.layers import pooling as layers_pooling
-from xformer.sentences.batches import KEPT, Finished, Progress, by_batch, require_language_model
+from xformer.sentences.batches import (
+    KEPT,
+    Finished,
+    Progress,
+    by_batch,
+    require_language_model,
+    require_parts,
+)
 from xformer.sentences.dense import Dense, dense, maps_like, width_after
 from xformer.sentences.settings import SIMILARITIES
+from xformer.shapes import require_array
 from xformer.typing import Array
 
 ALIASES = {"cls": "first"}
@@ -67,6 +75,7 @@ def embed(
     tokens. An empty text has tokens if the tokenizer adds them (BERT's [CLS] and [SEP]).
     """
     require_language_model("embed", model)
+    require_parts("embed", params, tokenizer)
     how = pooling_of("embed", model, pooling)
     joined = model.d_model * (len(how) if isinstance(how, tuple) else 1)
     width = width_after("embed", modules, joined)
@@ -152,6 +161,7 @@ def similarity(a: Array, b: Array | None = None, *, name: str = "cosine") -> Arr
     require_one_of("similarity: name", name, SIMILARITIES["SentenceTransformer"])
     b = a if b is None else b
     for which, vectors in (("a", a), ("b", b)):
+        require_array("similarity", which, vectors)
         if vectors.ndim != 2 or vectors.shape[1] != a.shape[-1]:
             wanted = "(N, D)" if which == "a" else f"(M, {a.shape[1]})"
             raise ValueError(

@@ -57,6 +57,9 @@ def make_vocabulary(
     if vocabulary is None:
         return Bytes()
     if not callable(vocabulary):
+        if isinstance(vocabulary, str):
+            named = f"training.named_vocabulary({vocabulary!r:.100})"
+            raise TypeError(f"vocabulary must be a Vocabulary, got a name: {named} makes it")
         return vocabulary
     return vocabulary(_reported(source.pieces(), "learning", source.n_bytes, progress))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from array_api_compat import array_namespace
 
 from xformer import tree
@@ -15,6 +16,15 @@ from xformer.typing import Array
 
 class Diverged(FloatingPointError):
     """A loss, a gradient or a validation loss is not finite, or the loss has grown too much."""
+
+
+def quiet() -> np.errstate:
+    """A context without NumPy's warnings of overflow: `require_sound` says what they lead to.
+
+    What the user has set by `numpy.seterr` stays.
+    """
+    kinds: dict[str, Any] = {k: "ignore" for k, what in np.geterr().items() if what == "warn"}
+    return np.errstate(**kinds)
 
 
 def require_sound(

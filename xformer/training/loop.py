@@ -25,7 +25,7 @@ from xformer.optim.loss_scale import Scaled
 from xformer.training.batch import Batch, as_batch
 from xformer.training.compiled import CompiledSteps, Reduce, why_not_compiled
 from xformer.training.config import TrainConfig
-from xformer.training.diverged import Diverged, is_finite, require_sound
+from xformer.training.diverged import Diverged, is_finite, quiet, require_sound
 from xformer.training.loss import ArrayLoss, Loss, SegmentLoss
 from xformer.training.state import State
 from xformer.typing import Array
@@ -190,7 +190,11 @@ def train(
             state = state._replace(ema=tree.map(_copy, state.ema))
     while state.step < config.steps and not is_stale(state, config):
         lr = schedule(state.step + 1)
-        with backend.active(), backend.deterministic() if deterministic else nullcontext():
+        with (
+            backend.active(),
+            backend.deterministic() if deterministic else nullcontext(),
+            quiet(),
+        ):
             if calls is None:
                 args = source, config, backend, optimiser, lr, donate, reduce, world
                 state, value, norm = _step(loss, state, *args)
