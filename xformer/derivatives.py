@@ -54,6 +54,8 @@ def _jvp(
     tangent_names: Sequence[str],
 ) -> tuple[T, T]:
     """`jvp`; what, names, tangent_names: of the function and of its arguments, for messages."""
+    if not callable(fn):
+        raise TypeError(f"{what}: fn must be a function, got {fn!r:.100}")
     level = next(_levels)
     libraries: dict[str, str] = {}  # library -> the first argument of it
 

@@ -277,6 +277,9 @@ def kernel(
         arrays of these dtypes
     """
 
+    if not isinstance(op, Overridable):
+        raise TypeError(f"kernel: op must be an op, such as xformer.ops.sdpa, got {op!r:.100}")
+
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         new = Kernel(run, library, unsupported, storage_dtypes)
         known = op.kernels.setdefault(library, [])

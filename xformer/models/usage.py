@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 def not_called(model: Any, *_: Any, **__: Any) -> NoReturn:
     """`__call__` of a model: a TypeError that says what to call."""
     inputs = "src, tgt" if hasattr(model.network, "decoder") else "tokens"
+    name = type(model).__name__
+    article = "an" if name[0] in "AEIO" else "a"
     raise TypeError(
-        f"a {type(model).__name__} is not called: y, cache = model.forward(params, {inputs}), with "
+        f"{article} {name} is not called: y, cache = model.forward(params, {inputs}), with "
         "params = model.init(seed) or those that load returned"
     )
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from xformer.checks import require_one_of
 from xformer.pretrained.config import MAX, Config
 from xformer.pretrained.files import WEIGHTS
+from xformer.pretrained.foreign import elsewhere
 from xformer.pretrained.reading import PretrainedError, read_json, read_json_list
 from xformer.sentences.dense import Dense, read_dense
 
@@ -230,7 +231,12 @@ def prompts_of(c: Config) -> tuple[dict[str, str], str | None]:
 
 
 def read_max_len(root: Path, task: str = "feature-extraction") -> int | None:
-    """The most tokens of a text; None if no file has it. task: what transformer_task must be."""
+    """The most tokens of a text; None if no file has it. task: what transformer_task must be.
+
+    FileNotFoundError if there is no folder.
+    """
+    if not root.exists():
+        raise FileNotFoundError(f"there is no folder or file {root}{elsewhere(root)}")
     for name in LENGTHS:
         data = read_json(root / name) if os.path.lexists(root / name) else {}
         if data:

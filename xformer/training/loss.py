@@ -44,6 +44,8 @@ def loss_of(model: Any, **options: Any) -> ModelLoss:
     It raises ValueError for ids outside the vocabulary. It checks them on the host, since ops on a
     device do not.
     """
+    if not hasattr(model, "loss"):
+        raise TypeError(f"loss_of: the model must have a loss, got {type(model).__name__}")
     return ModelLoss(model, options)
 
 
