@@ -21,7 +21,6 @@ MODULES = {f"xformer.cli.{name.replace('-', '_')}" for name in COMMANDS}
 IMPORTED = """
 import contextlib, io, json, sys
 before = set(sys.modules)
-from xformer import backends, training
 from xformer.cli import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main({argv})
@@ -29,13 +28,11 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 INTERRUPTED = """
 import sys
-import warnings
 class Interrupted:
     def find_spec(self, name, path, target=None):
         if name == {module!r}:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupted())
-from xformer import backends, training
 from xformer.cli import main
 sys.exit(main({argv}))
 """

@@ -652,7 +652,7 @@ def test_mistakes_are_one_line(said: Any, notes: Path, tmp_path: Path) -> None:
         (["a", "--query-prompt", "x"], "prompt_name must be one of query, passage, got 'x'"),
         (["a", "--index", str(notes / "a.txt")], "a.txt: is damaged, or no index"),
         (["a", "--index", str(notes / "no" / "i")], f"there is no folder {notes / 'no'}"),
-        (["a", "--rebuild", "--max-len", "2"], "max_len must exceed the 2 special tokens, got 2"),
+        (["a", "--rebuild", "--max-len", "2"], "--max-len must exceed the 2 special tokens, got 2"),
     ]:
         status, out, err = said(*options)
         assert (status, out) == (1, ""), options
