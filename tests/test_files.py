@@ -95,6 +95,24 @@ def test_a_folder_in_use_is_not_replaced(old: tuple[Path, Path]) -> None:
     assert [path.read_text() for path in old] == ["old", "old"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
+def test_a_pipe_or_device_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with (
+            pytest.raises(OSError, match="is a device or a pipe, which no file can replace"),
+            files.replacing(tmp_path / name) as (part,),
+        ):
+            part.write_text("new")
+        assert not (tmp_path / name).is_file() and names(tmp_path) == ["link", "pipe"]
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to("absent")
+    with files.replacing(tmp_path / "link") as (part,):
+        part.write_text("new")
+    assert (tmp_path / "link").read_text() == "new"
+
+
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", ">f8", "<i8", ">i2", "?", "<f2"])
 @pytest.mark.parametrize(
     "layout",

@@ -453,6 +453,16 @@ def test_another_file_is_refused(model_folder: Path, tmp_path: Path) -> None:
         read_index(tmp_path / "absent")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
+def test_a_pipe_is_no_place_for_an_index(said: Any, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    status, out, err = said("a tree", "--index", str(pipe))
+    assert (status, out) == (1, "") and "is damaged, or no index: not a file" in err
+    status, out, err = said("a tree", "--index", str(pipe), "--rebuild")
+    assert status == 0 and out and err.startswith(UNSTORED) and "is a device or a pipe" in err
+    assert pipe.is_fifo()
+
+
 @some
 @given(data=st.data())
 def test_damaged_bytes_are_refused(

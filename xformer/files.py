@@ -25,8 +25,11 @@ def replacing(*targets: Path) -> Iterator[list[Path]]:
     targets: files of one folder; the temporary paths are in the same folder.
 
     Each file is flushed to the disk before it is renamed. If the body raises, the targets are
-    unchanged, and the temporary files are deleted.
+    unchanged, and the temporary files are deleted. OSError for a device or a pipe as a target.
     """
+    for target in targets:
+        if target.exists() and not (target.is_file() or target.is_dir()):
+            raise OSError(f"{target} is a device or a pipe, which no file can replace")
     parts = [t.with_name(f".{t.name}.{os.urandom(4).hex()}.part") for t in targets]
     try:
         yield parts

@@ -65,6 +65,8 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     if not os.path.lexists(path):
         raise FileNotFoundError(f"there is no file {path}")
     try:
+        if not path.is_file():  # a pipe would wait for ever
+            raise OSError("not a file")
         with safetensors.safe_open(path, "np") as file:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
