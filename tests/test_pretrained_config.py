@@ -99,6 +99,15 @@ def test_a_flag_is_nothing_else(value: Any) -> None:
         config(tied=value).flag("tied")
 
 
+def test_a_flag_that_is_null_is_false() -> None:
+    assert config(tied=None).flag("tied", default=True) is False
+    assert config().flag("tied", default=True) is True
+    assert config(tied=None).flag("tied", default=None) is None
+    config(tied=None).only("tied", False)
+    with pytest.raises(PretrainedError, match="tied must be True, got None"):
+        config(tied=None).only("tied", True)
+
+
 @pytest.mark.parametrize("value", ["tanh", 3, ["gelu"], True])
 def test_a_text_is_one_of_its_choices(value: Any) -> None:
     with refuses("act must be one of relu, gelu, got "):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -172,10 +173,9 @@ def test_head_with_weights_of_its_own(tmp_path: Path) -> None:
     assert params.head.w.shape == (12, V)
     config = read_json(folder / "config.json")
     assert config["tie_word_embeddings"] and not config["scale_decoder_outputs"]
-    model, again = pretrained.load(
-        rewritten(folder, None, tie_word_embeddings=False, scale_decoder_outputs=None),
-        dtype="float64",
-    )
+    del config["scale_decoder_outputs"]
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    model, again = pretrained.load(folder, dtype="float64")
     assert model.head == LMHead(tied=False, scale=1.0)
     require_equal(again, params)
     hf, _ = transformers.T5ForConditionalGeneration.from_pretrained(
@@ -188,6 +188,25 @@ def test_head_with_weights_of_its_own(tmp_path: Path) -> None:
     rewritten(folder, None, tie_word_embeddings=True)
     with pytest.raises(PretrainedError, match=r"1 unexpected: 'lm_head\.weight'"):
         pretrained.load(folder)
+
+
+def test_an_encoder_alone_by_another_name(tmp_path: Path) -> None:
+    folder, params = saved("EncoderModel", tmp_path)
+    rewritten(folder, architectures=["T5ForConditionalGeneration"])
+    with pytest.warns(UserWarning, match="no tensors of a decoder; the model is T5EncoderModel"):
+        model, again = pretrained.load(folder, dtype="float64")
+    assert model.hf_config["architectures"] == ["T5EncoderModel"]
+    require_equal(again, params)
+
+
+def test_the_decoder_beside_an_encoder_is_left_out(tmp_path: Path) -> None:
+    folder, params = saved("ForConditionalGeneration", tmp_path, True, **V11)
+    rewritten(folder, architectures=["T5EncoderModel"])
+    with pytest.warns(
+        UserWarning, match="does not use are left out: 'decoder.block.0.*and .* more"
+    ):
+        _, again = pretrained.load(folder, dtype="float64")
+    require_equal(again.stack, params.encoder)
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])

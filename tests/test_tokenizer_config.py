@@ -324,6 +324,26 @@ def test_files_that_contradict_each_other_are_refused(
         tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("where", ["tokenizer_config", "special_tokens_map"])
+def test_a_list_beside_an_object_of_tokens(tmp_path: Path, where: str) -> None:
+    """transformers 4 writes both; 5.3 leaves the list out."""
+    files = config(BERT, extra_special_tokens={"image_token": "XX"})
+    files.setdefault(where, {})["additional_special_tokens"] = ["Q"]
+    write(tmp_path, "bert", files)
+    own = tokenizer(tmp_path)
+    ids = own.encode("hello XX Q", special=False)
+    assert len(ids) == 3 and own.unk_id not in ids and set(ids[1:]) <= own.special_ids
+
+
+def test_null_for_the_space_before_a_text(tmp_path: Path) -> None:
+    """Llama's class takes its default for it, as in the published files."""
+    for name, keys in (("a", {}), ("b", {"add_prefix_space": None})):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, "pieces", config(LLAMA, **keys))
+    ids = [tokenizer(tmp_path / name).encode("hello") for name in "ab"]
+    assert ids[0] == ids[1]
+
+
 @pytest.mark.parametrize("names", ["tokenizer_class", "model_type"])
 def test_tokens_of_a_class_are_guesses_and_those_of_files_are_not(
     tmp_path: Path, names: str

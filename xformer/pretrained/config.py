@@ -98,9 +98,9 @@ class Config:
         """A float in [low, high]. An integer in the file is accepted."""
         return self._read(name, default, null, _number(low, high))
 
-    def flag(self, name: str, *, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
-        """A bool."""
-        return self._read(name, default, null, _flag)
+    def flag(self, name: str, *, default: Any = REQUIRED, null: Any = False) -> Any:
+        """A bool. null is False, because transformers tests it as such, unless default is None."""
+        return self._read(name, default, None if default is None else null, _flag)
 
     def text(
         self,
@@ -150,9 +150,14 @@ class Config:
         return self._parts[name]
 
     def only(self, name: str, *values: Any) -> None:
-        """Refuse the key unless it has one of these values, is null or is missing."""
+        """Refuse the key unless it has one of these values, is null or is missing.
+
+        If the values are flags, null is False.
+        """
         value = self.data.get(name)
         self._asked.add(name)
+        if value is None and name in self.data and values and set(map(type, values)) == {bool}:
+            value = False
         same = [v for v in values if v == value and isinstance(v, bool) == isinstance(value, bool)]
         if value is not None and not same:
             raise self.refused(name, " or ".join(repr(v) for v in values) or "null")

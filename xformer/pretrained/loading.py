@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ from xformer.pretrained.reading import PretrainedError, read_json
 # The architecture of ColBERT (github.com/stanford-futuredata/ColBERT), whose linear map of each
 # token `sentences.colbert_settings` reads.
 COLBERT, PROJECTION = "HF_ColBERT", "linear.weight"
+# How the names of models in transformers end that may have a head which is not supported.
+UNSUPPORTED = (
+    *("ForPreTraining", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction"),
+    *("ForTokenClassification", "ForSequenceClassification", "ForCausalLM", "LMHeadModel"),
+    "DoubleHeadsModel",
+)
+THEIR_TENSORS = tuple(
+    f"{name}.{part}"
+    for name in (
+        *("qa_outputs", "score", "classifier"),
+        *("sequence_summary.summary", "multiple_choice_head.summary"),
+    )
+    for part in ("weight", "bias")
+)
 
 
 def model(
@@ -127,12 +142,16 @@ def _inspected(
     if config.get("architectures") == [COLBERT]:
         config, tensors = _without_projection(family, config, tensors)
     if config.get("architectures") or not family.heads:
-        config = _without_absent_head(family, config, tensors, where)
-        network = model(config, names=tuple(tensors), where=where)
-        matched = matched_links(family, network, tensors, str(root))
+        try:
+            network, unread, matched = _named(family, config, tensors, where, str(root))
+        except PretrainedError:
+            other = _of_files(family, config, tensors, where)
+            if other is config:
+                raise
+            network, unread, matched = _named(family, other, tensors, where, str(root))
     else:
         network, unread, matched = _recognised(config, tensors, where, str(root))
-        warn_of(unread, where)
+    warn_of(unread, where)
     if getattr(network, "causal", True) and os.path.lexists(root / files.GENERATION):
         network = replace(network, generation_config=read_json(root / files.GENERATION))
     return network, tensors, matched
@@ -146,27 +165,85 @@ def _without_projection(
     return {**config, "architectures": [bare]}, tensors.without(PROJECTION)
 
 
-def _without_absent_head(
-    family: Family, config: dict[str, Any], tensors: Any, where: str
-) -> dict[str, Any]:
-    """The configuration, of the bare model if the files have no tensor of their masked LM head.
+def _named(
+    family: Family, config: dict[str, Any], tensors: Any, where: str, root: str
+) -> tuple[Any, list[str], list[Any]]:
+    """(model, keys that transformers does not read, matched links) of the architecture in config.
 
-    sentence-transformers writes such folders: an encoder, with the architecture of the model from
-    which it was trained.
+    A warning names tensors of other heads of the family, which are left out.
+    """
+    network, unread = _described(config, frozenset(tensors), where)
+    others = partial(_of_other_heads, family, config, tensors, where)
+    return network, unread, matched_links(family, network, tensors, root, others)
+
+
+def _of_files(family: Family, config: dict[str, Any], tensors: Any, where: str) -> dict[str, Any]:
+    """The configuration with an architecture that has what the files have, or `config` itself.
+
+    It is another one in three cases, with a warning. If the files have no tensor of the head, it is
+    the bare model: sentence-transformers writes such folders, and some embedding models were
+    published so. If they have none of the decoder, it is the encoder. And a model of transformers
+    with a head that is not supported is a masked LM if the files have that head, or else the bare
+    model.
     """
     bare = next((name for name, head in family.heads.items() if head == "hidden"), None)
-    if bare is None or head_of(family, config, where) != "masked-lm":
+    names = config.get("architectures")
+    if bare is None or not isinstance(names, list) or len(names) != 1:
+        return config  # `head_of` refuses it
+    name = names[0]
+    others = {f"{bare.removesuffix('Model')}{end}" for end in UNSUPPORTED} - family.heads.keys()
+    if name not in (*family.heads, *others):
         return config
-    network, _ = _described(config, tuple(tensors), where)
-    of_head = (link for link in family.links(network) if link.ours[0].startswith("head."))
-    if any(name in tensors for link in of_head for name in link.theirs):
+    if name in others:
+        name = next((n for n, head in family.heads.items() if head == "masked-lm"), bare)
+    if "encoder" in family.heads.values() and not any(n.startswith("decoder.") for n in tensors):
+        name = bare = next(n for n, head in family.heads.items() if head == "encoder")
+    if name != bare:
+        wanted = any if name == names[0] else all
+        own = _of_head(family, {**config, "architectures": [name]}, frozenset(tensors), where)
+        if own and not wanted(n in tensors for n in own):
+            name = bare
+    if name == names[0]:
         return config
-    warnings.warn(
-        f"{where}: the files have no tensors of the head of {config['architectures'][0]}; "
-        f"the model is {bare}",
-        stacklevel=4,
-    )
-    return {**config, "architectures": [bare]}
+    what = f"the files have no tensors of the head of {names[0]}"
+    if family.heads.get(name) == "encoder":
+        what = "the files have no tensors of a decoder"
+    elif names[0] in others:
+        what = f"the head of {names[0]} is not supported"
+    warnings.warn(f"{where}: {what}; the model is {name}", stacklevel=4)
+    return {**config, "architectures": [name]}
+
+
+def _of_head(
+    family: Family, config: Mapping[str, Any], names: Collection[str], where: str
+) -> set[str]:
+    """The names of the head's tensors, without those of a pooler: the bare model has them too."""
+    network, _ = _described(config, names, where)
+    like = shapes_of(network)
+    links = links_for(family, network, like, False, names.__contains__)
+    of_head = (link.theirs for link in links if link.ours[0].startswith("head."))
+    theirs = {name for names_of_link in of_head for name in names_of_link}
+    return {n for n in theirs if not (family.prefix and n.startswith(family.prefix))}
+
+
+def _of_other_heads(
+    family: Family, config: Mapping[str, Any], tensors: Any, where: str
+) -> set[str]:
+    """The names of all tensors of the family's other architectures, of the same configuration."""
+    own = head_of(family, config, where)
+    kept = ("score.", "classifier.") if "classifier" in own else ()
+    names = {name for name in THEIR_TENSORS if not name.startswith(kept)}
+    for name, head in family.heads.items():
+        if head == own:
+            continue
+        with suppress(PretrainedError):  # a head that the configuration excludes
+            other, _ = _described({**config, "architectures": [name]}, frozenset(tensors), where)
+            like = shapes_of(other)
+            links = (link for link in family.links(other) if link.ours[0] in like)
+            names.update(name for link in links for name in link.theirs)
+    if own not in ("lm", "masked-lm"):
+        names.update(n for n in family.tied if family.prefix and not n.startswith(family.prefix))
+    return names
 
 
 def _recognised(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from xformer import tree
@@ -14,6 +14,11 @@ from xformer.pretrained import families, files
 from xformer.pretrained.family import Family
 from xformer.pretrained.names import Link
 from xformer.pretrained.reading import PretrainedError, listed
+
+LAYER_NORM = (  # (name, name in old files)
+    ("LayerNorm.weight", "LayerNorm.gamma"),
+    ("LayerNorm.bias", "LayerNorm.beta"),
+)
 
 
 def head_of(family: Family, config: Mapping[str, Any], where: str) -> str:
@@ -75,9 +80,16 @@ def links_for(
 
 
 def matched_links(
-    family: Family, model: Any, tensors: files.Tensors | families.llama2c.Mapped, where: str
+    family: Family,
+    model: Any,
+    tensors: files.Tensors | families.llama2c.Mapped,
+    where: str,
+    of_other_heads: Callable[[], Collection[str]] = tuple,
 ) -> list[tuple[Link, list[str]]]:
     """The links, each with the names of its tensors in the files.
+
+    of_other_heads: returns names of tensors that may be in the files too. They are left out, with a
+        warning.
 
     PretrainedError lists the tensors that are missing, misshapen or unexpected.
     """
@@ -103,9 +115,13 @@ def matched_links(
         matched.append((link, [name for name in spellings.values() if name is not None]))
         if len(missing) > 2 * len(tensors) + 1000:
             break  # for a configuration of millions of experts the message has enough names
-    parts = (("missing", missing), ("misshapen", misshapen), ("unexpected", names.unexpected()))
+    unexpected, unused = names.unexpected(of_other_heads)
+    parts = (("missing", missing), ("misshapen", misshapen), ("unexpected", unexpected))
     if what := "; ".join(f"{len(names)} {word}: {listed(names)}" for word, names in parts if names):
         raise PretrainedError(f"{where}: tensors are not those that config.json describes: {what}")
+    if unused:
+        message = f"{where}: parameters that the model does not use are left out: {listed(unused)}"
+        warnings.warn(message, stacklevel=5)
     return matched
 
 
@@ -143,29 +159,34 @@ class _Names:
             # The file may be of a base model although the model has a head, or vice versa.
             other = same.removeprefix(prefix)
             yield other if other != same else prefix + same
-        for new, old in (
-            ("LayerNorm.weight", "LayerNorm.gamma"),
-            ("LayerNorm.bias", "LayerNorm.beta"),
-        ):
+        for new, old in LAYER_NORM:
             if name.endswith(new):
                 yield from self._spellings(name.removesuffix(new) + old)
 
-    def unexpected(self) -> list[str]:
-        """Names that no link uses, without buffers and exact repetitions of other tensors."""
+    def unexpected(
+        self, of_other_heads: Callable[[], Collection[str]]
+    ) -> tuple[list[str], list[str]]:
+        """(names that should not be there, names to leave out), of those that no link uses.
+
+        Buffers and exact repetitions of other tensors are in neither. If one name should not be
+        there, none is left out.
+        """
         unmatched = [name for name in self.tensors if name not in self.used]
         unmatched = [name for name in unmatched if not self._is_repetition(name)]
         unmatched = [
             n for n in unmatched if not any(re.fullmatch(p, n) for p in self.family.buffers)
         ]
         unused = [n for n in unmatched if any(re.fullmatch(p, n) for p in self.family.unused)]
-        if unused and len(unused) == len(unmatched):
-            warnings.warn(
-                f"{self.where}: parameters that the model does not use are left out: "
-                f"{listed(unused)}",
-                stacklevel=5,
-            )
-            return []
-        return unmatched
+        if len(unused) < len(unmatched):
+            others = {self._plain(name) for name in of_other_heads()}
+            unused += [n for n in unmatched if n not in unused and self._plain(n) in others]
+        return ([], unused) if len(unused) == len(unmatched) else (unmatched, [])
+
+    def _plain(self, name: str) -> str:
+        """The current name without the prefix."""
+        for new, old in LAYER_NORM:
+            name = name.removesuffix(old) + new if name.endswith(old) else name
+        return name.removeprefix(self.family.prefix)
 
     def _is_repetition(self, name: str) -> bool:
         prefix = self.family.prefix

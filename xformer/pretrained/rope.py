@@ -78,6 +78,9 @@ def rope_by_type(
         raise c.refused("rope_parameters", f"an object for each of {', '.join(thetas)}")
     if found.data and scaling.data:
         raise c.refused("rope_scaling", "absent beside rope_parameters")
+    if "type" in scaling and "rope_type" not in scaling:
+        # Of these families, transformers 4 reads it, and transformers 5 does not.
+        raise PretrainedError(f"{scaling.where}: rope_type is missing, and releases differ in type")
     ropes = {}
     for kind, theta in thetas.items():
         part = found.sub(kind) or (scaling if kind in scaled else none)
@@ -138,7 +141,7 @@ def _options(
         options |= {name: part.number(name, default=None) for name in ("mscale", "mscale_all_dim")}
         options["beta_fast"] = part.number("beta_fast", default=32.0)
         options["beta_slow"] = part.number("beta_slow", default=1.0)
-        options["truncate"] = part.flag("truncate", default=True, null=False)
+        options["truncate"] = part.flag("truncate", default=True)
     if kind == "longrope":
         for name in ("short_factor", "long_factor"):
             options[name] = part.numbers(name, length=width // 2)

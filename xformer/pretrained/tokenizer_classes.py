@@ -154,7 +154,7 @@ def _qwen2(inner: Any, config: Config) -> None:
 
 def _llama(inner: Any, config: Config) -> None:
     t = package()
-    spaced = config.flag("add_prefix_space", default=True)
+    spaced = config.flag("add_prefix_space", default=True, null=True)
     scheme = "always" if config.flag("legacy", default=False) else "first"
     _pairs(inner, of_pieces=True)
     inner.pre_tokenizer = t.pre_tokenizers.Metaspace(

@@ -82,7 +82,13 @@ def settings(folder: Path) -> Config:
     if data.get(BY_ID) is None and os.path.lexists(folder / MAP):
         data |= (older := read_json(folder / MAP, CONFIG_LIMIT))
         extra += [(key, older[key]) for key in EXTRA if older.get(key)]
-    data = {key: value for key, value in data.items() if key not in EXTRA} | dict(extra[:1])
+    data = {key: value for key, value in data.items() if key not in EXTRA}
+    # The first object, whose tokens have names, and the first list.
+    for key, value in extra:
+        if not any(
+            isinstance(value, dict) == isinstance(data[k], dict) for k in EXTRA if k in data
+        ):
+            data.setdefault(key, value)
     if data.get(BY_ID) is None and os.path.lexists(folder / ADDED):
         data["added_tokens"] = read_json(folder / ADDED, CONFIG_LIMIT)
     return Config(data, str(folder / CONFIG))
@@ -132,17 +138,17 @@ def tokens_of(config: Config) -> Tokens:
         for key in (*NAMED, *keys)
         if key in config.data and not isinstance(config.data[key], bool)  # add_bos_token
     }
-    name = next((name for name in EXTRA if name in config.data), EXTRA[0])
     # In added_tokens.json only these tokens are special, as in transformers.
     special = {token.content for key in NAMED if (token := named.get(key))}
     listed_tokens = []
-    if isinstance(config.data.get(name), dict):
-        parts = config.sub(name) or Config({})
-        named |= {key: _named(parts, key) for key in parts.data}
-    else:
-        listed_tokens = list(_listed(config, name))
-    if name == EXTRA[0]:
-        special.update(token.content for token in listed_tokens)
+    for name in EXTRA:
+        if isinstance(config.data.get(name), dict):
+            parts = config.sub(name) or Config({})
+            named |= {key: _named(parts, key) for key in parts.data}
+            continue
+        listed_tokens += _listed(config, name)
+        if name == EXTRA[0]:
+            special.update(token.content for token in listed_tokens)
     return Tokens(named, listed_tokens, dict(_by_id(config, special)))
 
 

@@ -99,7 +99,9 @@ def model(
     c.ignore("aux_loss_alpha", "seq_aux")  # of the loss in DeepSeek's own training
     max_len = c.integer("max_position_embeddings", low=1, default=max_len)
     d_rope = c.integer("qk_rope_head_dim", low=2, default=64)
-    c.only("head_dim", d_rope)  # RoPE of transformers reads it
+    c.ignore("head_dim")  # RoPE of transformers reads it, and null means another width there
+    if c.data.get("head_dim", d_rope) != d_rope:
+        raise c.refused("head_dim", str(d_rope))
     rotary = rope(c, width=d_rope, max_len=max_len, theta=THETA)
     rotary = replace(rotary, interleaved=interleaved)
     attn = attention(c, rotary)

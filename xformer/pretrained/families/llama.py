@@ -65,7 +65,7 @@ def attend(
     """Return the options of the attention.
 
     kv_heads: the family's default if the key is absent. null means all heads.
-    d_head: the family's default
+    d_head: the family's default if the key is absent. null means d_model / n_heads.
     more: further options. By default it has no biases.
     """
     heads = c.integer("num_attention_heads", low=1)
@@ -75,7 +75,7 @@ def attend(
         "n_kv_heads": c.integer(
             "num_key_value_heads", low=1, default=kv_heads or heads, null=heads
         ),
-        "d_head": c.integer("head_dim", low=1, default=d_head),
+        "d_head": c.integer("head_dim", low=1, default=d_head, null=None),
         "bias": False,
         "dropout": rate(c, "attention_dropout", 0.0),
     }
