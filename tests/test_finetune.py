@@ -527,7 +527,7 @@ def test_a_new_head_of_tokens() -> None:
     model, new = finetune.with_classifier(body, params, names, head="token_classifier")
     assert model.hf_config["architectures"] == ["BertForTokenClassification"]
     assert finetune.is_classifier(model, "token_classifier") and not finetune.is_classifier(model)
-    assert new.head.w.shape == (24, 3) and new.embed.table is params.embed.table
+    assert new.head.out.w.shape == (24, 3) and new.embed.table is params.embed.table
     with pytest.raises(ValueError, match="models of type gpt2 have no token classifier"):
         finetune.with_classifier(pretrained.model(GPT2), None, names, head="token_classifier")
     with pytest.raises(ValueError, match="with_classifier: head must be one of"):

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from causal_models import CONFIGS as CAUSAL
+from encoders import KINDS, sizes_of
 from judges import AUTOGRAD
 from libraries import only
 
@@ -103,6 +105,34 @@ def test_at_first_nothing_changes(library: Backend) -> None:
     ids = library.asarray([[1, 2, 3]])
     logits = [library.to_numpy(model.forward(p, ids)[0]) for p in (base, params)]
     assert np.array_equal(*logits)
+
+
+QUERIES = {  # of the families whose attention has other maps
+    "deepseek_v2": {"attn.q", "attn.kv.up"},
+    "deepseek_v3": {"attn.q.up", "attn.kv.up"},
+    "qwen3_5_text": {"attn.q", "attn.kv.v", "attn.qkv"},
+}
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, *KINDS.values(), "t5"])
+def test_each_family_has_targets_by_default(name: str) -> None:
+    """Each attention has an adapter at its queries and at its values."""
+    if name in CAUSAL:
+        settings = dict(CAUSAL[name])
+        config = {"model_type": name, "architectures": [settings.pop("architecture")], **settings}
+    elif name == "t5":
+        config = T5
+    else:
+        family = next(family for family, kind in KINDS.items() if kind == name)
+        config = {"model_type": name, "architectures": [f"{family}Model"], **sizes_of(family)}
+    base = pretrained.model(config).init(0)
+    adapted = lora.adapters(lora.attach(base, rank=2, alpha=3))
+    parts = {n.rpartition(".blocks.")[2].partition(".")[2] for n in adapted}
+    cross = {"cross.q", "cross.kv.v"} if name == "t5" else set()
+    assert parts == QUERIES.get(name, {"attn.q", "attn.kv.v"}) | cross
+    outputs = [n for n in lora.linear_maps(base) if n.endswith((".attn.o", ".cross.o"))]
+    for output in outputs:
+        assert any(n.startswith(output.removesuffix("o")) for n in adapted)
 
 
 def test_a_seed_is_a_draw() -> None:

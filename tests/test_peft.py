@@ -36,6 +36,9 @@ GPT2: dict[str, Any] = {
     "pad_token_id": 0,
 }
 BERT = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+DEEPSEEK = BERT | {"num_key_value_heads": 4, "kv_lora_rank": 6, "q_lora_rank": 8}
+DEEPSEEK |= {"qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5, "n_routed_experts": 4}
+DEEPSEEK |= {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1}
 NEOX = BERT | {"hidden_size": 24, "num_attention_heads": 3}
 DISTILBERT: dict[str, Any] = {
     **{"vocab_size": V, "dim": 12, "n_layers": 2, "n_heads": 3, "hidden_dim": 20},
@@ -61,7 +64,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3TextModel": ("Gemma3Text", LLAMA | {"head_dim": 6}),
     "BertForMaskedLM": ("Bert", BERT),
     "BertForSequenceClassification": ("Bert", BERT),
+    "BertForTokenClassification": ("Bert", BERT),
     "BertModel": ("Bert", BERT),
+    "ModernBertForTokenClassification": ("ModernBert", BERT),
+    "DeepseekV3ForCausalLM": ("DeepseekV3", DEEPSEEK),
     "RobertaForSequenceClassification": ("Roberta", BERT),
     "DistilBertForMaskedLM": ("DistilBert", DISTILBERT),
     "AlbertForMaskedLM": ("Albert", BERT | {"embedding_size": 5}),
@@ -117,12 +123,13 @@ def with_peft(hf: Any, folder: Path, **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_peft_reads_what_is_written(name: str, tmp_path: Path) -> None:
-    """All linear maps adapted: logits, and the gradients of every a and b."""
+    """All linear maps adapted, or those by default: logits, and the gradients of every a and b."""
     hf = built(name, tmp_path / "base")
     model, params = pretrained.load(tmp_path / "base", dtype="float64")
     # Of GPT-2's classifier only the body: PEFT warns of models that mix Conv1D and Linear.
     targets = ("stack.*",) if name == "GPT2ForSequenceClassification" else ("*",)
-    params = adapted(params, targets=targets)
+    # Of DeepSeek the maps that have adapters by default: PEFT would adapt experts too.
+    params = adapted(params, targets=None if name == "DeepseekV3ForCausalLM" else targets)
     peft.save(model, params, tmp_path / "adapter")
     wrapped = with_peft(hf, tmp_path / "adapter", is_trainable=True)
     y, cache = ours(model, params)
@@ -174,6 +181,9 @@ WRITTEN: list[tuple[str, dict[str, Any]]] = [
     ("MixtralForCausalLM", {"target_modules": ["q_proj", "v_proj"]}),
     ("BertModel", {"target_modules": ["query", "value"], "layers_to_transform": [1]}),
     ("AlbertForMaskedLM", {"target_modules": "all-linear"}),
+    ("BertForTokenClassification", {"target_modules": ["query", "classifier"]}),
+    ("ModernBertForTokenClassification", {"target_modules": ["Wqkv", "classifier"]}),
+    ("DeepseekV3ForCausalLM", {"target_modules": ["q_b_proj", "kv_b_proj"]}),
     ("T5ForConditionalGeneration", {"target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM"}),
 ]
 
@@ -209,6 +219,7 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("Qwen2ForSequenceClassification", {"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}),
     ("BertForSequenceClassification", {"target_modules": ["query"], "task_type": "SEQ_CLS"}),
     ("RobertaForSequenceClassification", {"target_modules": ["query"], "task_type": "SEQ_CLS"}),
+    ("BertForTokenClassification", {"target_modules": ["query"], "task_type": "TOKEN_CLS"}),
     (
         "Gemma2ForCausalLM",  # whose head is tied: both are saved, and equal
         {

@@ -268,7 +268,6 @@ _LABELS: dict[str, Callable[[Any], Labels]] = {
     "pooled.PooledCache": _always(hidden="", pooler="head"),
     "lm_head.LMHeadCache": _always(top=""),
     "heads.MaskedLMHeadCache": _always(top=""),
-    "heads.TokenClassifierCache": _always(top=""),
     "heads.PoolerTanhCache": _always(linear=""),
     "encoder_decoder.EncodeCache": _always(embed=_is("src_embed"), stack=_is("encoder")),
     "encoder_decoder.DecodeCache": _always(

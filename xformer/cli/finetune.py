@@ -275,7 +275,7 @@ def _chosen(args: argparse.Namespace, params: Any, is_new: bool) -> Any:
     patterns = tuple(args.train)
     if args.lora is not None:
         alpha = 2 * args.lora if args.alpha is None else args.alpha
-        params = lora.attach(params, args.lora, alpha, args.targets or lora.TARGETS, args.seed)
+        params = lora.attach(params, args.lora, alpha, args.targets or None, args.seed)
     elif patterns:
         params = tree.freeze(params)
     if patterns or (is_new and args.lora is not None):

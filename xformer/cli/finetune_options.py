@@ -98,7 +98,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--lora", metavar="RANK", type=int, help="train LoRA adapters of this rank")
     add("--alpha", type=float, help="scale of the LoRA adapters (default: twice the rank)")
     patterns: dict[str, Any] = {"metavar": "PATTERN", "nargs": "+"}
-    usual = " ".join(lora.TARGETS)
+    usual = f"the maps of queries and values, such as {' '.join(lora.TARGETS[:2])}"
     add("--targets", **patterns, help=f"linear layers that get an adapter (default: {usual})")
     add(
         "--freeze",

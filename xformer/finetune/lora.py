@@ -23,11 +23,16 @@ from xformer.layers import LinearParams, LoRAParams
 from xformer.tree import Constant, value
 from xformer.typing import Array
 
-TARGETS = ("*.attn.q", "*.attn.kv.v")  # as in the paper
+# The maps of queries and values, as in the paper. A latent attention (DeepSeek) has them above its
+# latent vectors, and a gated DeltaNet (Qwen3.5) has one map for both. A model has some of them.
+TARGETS = (
+    *("*.attn.q", "*.attn.kv.v", "*.cross.q", "*.cross.kv.v"),
+    *("*.attn.q.up", "*.attn.kv.up", "*.attn.qkv"),
+)
 
 
 def attach(
-    params: Any, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
+    params: Any, rank: int, alpha: float, targets: Sequence[str] | None = None, seed: int = 0
 ) -> Any:
     """Frozen `params` with an adapter at each linear layer whose name matches a target.
 
@@ -37,7 +42,7 @@ def attach(
     rank: R
     alpha: scale = alpha / rank
     targets: patterns of `fnmatch` for dotted names such as "stack.blocks.0.attn.kv.v", which
-        `linear_maps` lists
+        `linear_maps` lists; None: those of `TARGETS` that match, the maps of queries and values
     seed: of a
 
     ValueError for a target that matches no linear layer, and for a layer that has an adapter
@@ -47,6 +52,10 @@ def attach(
     scale = number("attach", "alpha", alpha, low=0) / rank
     if isinstance(targets, str):
         raise TypeError(f"attach: targets must be a list of patterns, got {targets!r}")
+    if targets is None:
+        names = linear_maps(params)
+        matching = [t for t in TARGETS if any(fnmatchcase(name, t) for name in names)]
+        targets = matching or TARGETS[:1]  # whose error lists what there is
     if not targets:
         raise ValueError("attach: targets must hold at least one pattern")
     chosen = _chosen(params, targets)

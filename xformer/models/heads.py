@@ -273,7 +273,7 @@ class TokenClassifier:
         """Initial parameters."""
         dense, gains = _init_dense(self, rng, width, draw)
         out = LinearParams.init(rng, (width, self.n_labels), draw=draw, bias=self.bias)
-        return TokenClassifierParams(out.w, out.b, dense, gains)
+        return TokenClassifierParams(dense, out, gains)
 
     def forward(
         self,
@@ -307,11 +307,11 @@ class TokenClassifier:
     def _topped(
         self, top: Top, x: Array, params: TokenClassifierParams, dropout_key: ops.RandomKey | None
     ) -> tuple[Array, TokenClassifierCache]:
-        """top(dropout(x), LinearParams(w, b)), with its cache. x: after the dense layer, if any."""
+        """top(dropout(x), params.out), with its cache. x: after the dense layer, if any."""
         x, dense, act, gains = _through_dense("TokenClassifier", self, x, params)
         rate = 0.0 if dropout_key is None else self.dropout
         x, drop = ops.dropout(x, rate=rate, key=dropout_key)
-        y, cache = top(x, LinearParams(params.w, params.b))
+        y, cache = top(x, params.out)
         return y, TokenClassifierCache(dense, act, gains, drop, cache)
 
 
@@ -319,9 +319,8 @@ class TokenClassifier:
 class TokenClassifierParams(NamedTuple):
     """Parameters of a TokenClassifier."""
 
-    w: Array  # (D, n_labels)
-    b: Array | None  # (n_labels,)
-    dense: LinearParams | None = None  # (D, D)
+    dense: LinearParams | None  # (D, D)
+    out: LinearParams  # (D, n_labels)
     norm: NormParams | None = None  # (D,)
 
 
@@ -333,13 +332,13 @@ class TokenClassifierCache(NamedTuple):
     act: Any  # of the activation
     norm: Any  # of `layers.norm`
     drop: Any  # of `ops.dropout`
-    top: Any  # of `layers.linear`, or of its loss
+    out: Any  # of `layers.linear`, or of its loss
 
     def backward(self, dy: Array) -> tuple[Array, TokenClassifierParams, None]:
         """Gradients of x and params, and None: the table is not used."""
-        dx, (dw, db) = self.top.backward(dy)
+        dx, dout = self.out.backward(dy)
         dx, ddense, dnorm = _dense_backward(self, self.drop.backward(dx))
-        return dx, TokenClassifierParams(dw, db, ddense, dnorm), None
+        return dx, TokenClassifierParams(ddense, dout, dnorm), None
 
 
 def _require_dense(op: str, head: Classifier | TokenClassifier) -> None:

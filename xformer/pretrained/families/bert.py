@@ -118,7 +118,7 @@ def links(model: LanguageModel) -> Links:
         yield from linear("bert.pooler.dense", "head.dense")
         yield from linear("classifier", "head.out")
     elif isinstance(model.head, TokenClassifier):
-        yield from linear("classifier", "head")
+        yield from linear("classifier", "head.out")
     else:
         yield from linear("bert.pooler.dense", "head")
 

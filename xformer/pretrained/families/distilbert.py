@@ -75,8 +75,6 @@ def links(model: LanguageModel) -> Links:
         yield from linear("vocab_transform", "head.dense")
         yield from norm("vocab_layer_norm", "head.norm")
         yield from same("vocab_projector.bias", "head.b")
-    elif isinstance(model.head, TokenClassifier):
-        yield from linear("classifier", "head")
     else:
         yield from linear("pre_classifier", "head.dense")
         yield from linear("classifier", "head.out")

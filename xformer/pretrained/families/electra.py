@@ -56,7 +56,7 @@ def links(model: LanguageModel) -> Links:
         yield from linear("classifier.dense", "head.dense")
         yield from linear("classifier.out_proj", "head.out")
     else:
-        yield from linear("classifier", "head")
+        yield from linear("classifier", "head.out")
     yield from bert.encoder_links(model, "electra")
 
 

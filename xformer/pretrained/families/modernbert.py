@@ -120,11 +120,8 @@ def links(model: LanguageModel) -> Links:
     yield from norm("model.final_norm", "stack.norm")
     yield from linear("head.dense", "head.dense")
     yield from norm("head.norm", "head.norm")
-    if isinstance(model.head, Classifier):
-        yield from linear("classifier", "head.out")
-    else:
-        out = "classifier" if isinstance(model.head, TokenClassifier) else "decoder"
-        yield from linear(out, "head")
+    yield from linear("classifier", "head.out")
+    yield from linear("decoder", "head")
 
 
 FAMILY = Family(

@@ -86,7 +86,7 @@ def links(model: LanguageModel) -> Links:
         yield from linear(f"{name}.pooler.dense", "head.dense")
         yield from linear("classifier", "head.out")
     else:
-        yield from linear("classifier", "head")
+        yield from linear("classifier", "head.out")
 
 
 def links_in_memory(model: LanguageModel) -> Links:

@@ -50,7 +50,7 @@ def head_links(model: LanguageModel, name: str) -> Links:
         yield from linear("classifier.dense", "head.dense")
         yield from linear("classifier.out_proj", "head.out")
     elif isinstance(model.head, TokenClassifier):
-        yield from linear("classifier", "head")
+        yield from linear("classifier", "head.out")
     else:
         yield from linear(f"{name}.pooler.dense", "head")
 
