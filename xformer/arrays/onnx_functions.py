@@ -468,7 +468,11 @@ def getitem(x: Array, key: Any) -> Array:
         graph = _need(x, *_parts(keys))
         starts, stops, steps = (graph.shape_vector(c) for c in zip(*bounds.values(), strict=True))
         axes = Array.constant(np.asarray(list(bounds), np.int64))
+        of_table = [a for a in bounds if isinstance(shape[a], Size) > isinstance(x.shape[a], Size)]
         x = graph.emit("Slice", [x, starts, stops, axes, steps], x.dtype, shape)
+        if of_table:  # states the size for tools, which assume that the table may be too short
+            sizes = graph.shape_vector(shape)
+            x = graph.emit("Reshape", [x, sizes], x.dtype, shape, allowzero=1)
     of_x = [k for k in keys if k is not None]
     if taken := tuple(i for i, k in enumerate(of_x) if isinstance(k, int)):
         x = squeeze(x, axis=taken)
@@ -546,8 +550,7 @@ def _reduced(node: str, x: Array, axis: Axis, keepdims: Any) -> Array:
     if not axes:
         return x
     shape = [1 if i in axes else n for i, n in enumerate(x.shape) if keepdims or i not in axes]
-    listed = Array.constant(np.asarray(axes, np.int64))
-    return _need(x).emit(node, [x, listed], x.dtype, shape, keepdims=int(keepdims))
+    return _need(x).emit(node, [x], x.dtype, shape, axes=axes, keepdims=int(keepdims))
 
 
 @_folded

@@ -15,7 +15,9 @@ import xformer
 from xformer.arrays.onnx import Array, Graph, Node, NotExported, Size
 from xformer.files import file_layout, replacing, write_arrays
 
-OPSET, IR_VERSION = 18, 8  # ONNX Runtime reads them since 1.14
+# Opset 17, because tools of ONNX Runtime cannot infer the shape of opset 18's ReduceMax. Operations
+# on bits, for a dropout mask, need opset 18. ONNX Runtime reads both since 1.14.
+OPSET, OPSET_OF_BITS, IR_VERSION = 17, 18, 8
 EXTERNAL = 1 << 30  # bytes of weights from which they are in a file of their own; ONNX has 2^31
 ALIGNED = 4096  # bytes; the offset of each weight in that file is a multiple of it
 # What tells the files beside a graph from files that no export has written.
@@ -147,6 +149,8 @@ def _proto(
     import onnx
     from onnx import helper
 
+    opset = OPSET_OF_BITS if any(node.op.startswith("Bitwise") for node in nodes) else OPSET
+    nodes = [_with_axes(graph, node, opset) for node in nodes]
     used = {name for node in nodes for name in node.inputs}
     used.update(graph.name_of(x) for x in outputs.values())
     constants = [
@@ -170,12 +174,21 @@ def _proto(
     proto = helper.make_model(
         helper.make_graph(made, "xformer", ins, outs, constants),
         ir_version=IR_VERSION,
-        opset_imports=[helper.make_opsetid("", OPSET)],
+        opset_imports=[helper.make_opsetid("", opset)],
         producer_name="xformer",
         producer_version=xformer.__version__,
     )
     helper.set_model_props(proto, dict(about))
     return proto
+
+
+def _with_axes(graph: Graph, node: Node, opset: int) -> Node:
+    """The node, with its axes as an input if it is a reduction that has them so in this opset."""
+    if "axes" not in dict(node.attributes) or (opset == OPSET and node.op != "ReduceSum"):
+        return node
+    attributes = dict(node.attributes)
+    axes = graph.name_of(Array.constant(np.asarray(attributes.pop("axes"), np.int64)))
+    return node._replace(inputs=(*node.inputs, axes), attributes=tuple(attributes.items()))
 
 
 def _attribute(name: str, value: Any) -> Any:
