@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sentences import BERT, LLAMA, TEXTS, cut_left, write, write_model
 from truths import minilm
 
-from xformer import GPT, pretrained, tree
+from xformer import GPT, pretrained, sentences, tree
 from xformer.backends import Backend
 from xformer.cli import embed as cli_embed
 from xformer.cli import main
@@ -208,6 +208,34 @@ def test_wrong_arguments(opened: tuple[Any, Any, Any], tmp_path: Path) -> None:
     decoder = pretrained.load(write_model(tmp_path, LLAMA))
     with pytest.raises(ValueError, match='"pooler" needs a model with a Pooler'):
         embed(*decoder, own, TEXTS, pooling="pooler")
+
+
+@pytest.mark.parametrize("call", ["embed", "classify", "rank", "tag"])
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, call: str) -> None:
+    head = {
+        "embed": {"architectures": ["BertModel"]},
+        "classify": {"architectures": ["BertForSequenceClassification"]},
+        "rank": {"architectures": ["BertForSequenceClassification"], "num_labels": 1},
+        "tag": {"architectures": ["BertForTokenClassification"]},
+    }[call]
+    write_model(tmp_path, BERT | head)
+    model, params = pretrained.load(tmp_path)
+    leaves = tree.flatten(params)
+    name = "stack.blocks.1.ffn.up.w"
+    params = tree.unflatten(params, leaves | {name: leaves[name] * np.float32("nan")})
+    texts = ["hello", "hello lo"]
+    message = f"^text 2: what the model computes is not finite, because its parameter {name} is not"
+    with pytest.raises(ValueError, match=message):
+        if call == "rank":
+            sentences.rank(model, params, tokenizer(tmp_path), "hello", texts)
+        else:
+            getattr(sentences, call)(model, params, tokenizer(tmp_path), texts)
+
+
+def test_vectors_of_zeros_are_no_embeddings(opened: tuple[Any, Any, Any]) -> None:
+    model, params, own = opened
+    with pytest.raises(ValueError, match="embed: the vector of text 1 is zero; are the weights of"):
+        embed(model, tree.map(np.zeros_like, params), own, TEXTS)
 
 
 def test_frozen_parameters(opened: tuple[Any, Any, Any]) -> None:

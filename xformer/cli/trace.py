@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from contextlib import nullcontext
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         require_one_of("--op", args.op, names)
     if args.json:
         rows = [_data(step) for step in steps if args.op in (None, step.op)]
-        print(json.dumps({"loss": loss, "steps": rows}, indent=2))
+        print(json.dumps(_finite({"loss": loss, "steps": rows}), indent=2, allow_nan=False))
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     shown_steps = steps.table(op=args.op, values=args.values, width=min(columns, WIDTH))
@@ -140,6 +141,15 @@ def _examples(loaded: LoadedModel, ids: list[int]) -> list[np.ndarray]:
     if len(ids) < 2:
         raise ValueError(f"--text must have at least 2 tokens, got {len(ids)}")
     return [tokens[:, :-1], tokens[:, 1:]]
+
+
+def _finite(data: Any) -> Any:
+    """The data with null in place of numbers that are not finite, which JSON does not have."""
+    if isinstance(data, dict):
+        return {key: _finite(part) for key, part in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(part) for part in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _data(step: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import struct
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from xformer.files import replacing
-from xformer.pretrained.mapped import DTYPES, Tensor, fetch, open_file
+from xformer.pretrained.mapped import DTYPES, Tensor, ends_in_zeros, fetch, open_file
 from xformer.pretrained.reading import PretrainedError, listed, read_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -100,14 +101,22 @@ def open_tensors(folder: str | os.PathLike[str]) -> Tensors:
 
     All checks are made here: sizes, the header, the offsets of every tensor, that all files are in
     the folder (see `reading`), and that index and files agree. FileNotFoundError if there is no
-    model, PretrainedError for all other errors.
+    model, PretrainedError for all other errors. A warning names a file that ends in zeros.
     """
     root = Path(folder)
     if os.path.lexists(root / WEIGHTS):
-        return Tensors(open_file(root / WEIGHTS))
-    if os.path.lexists(root / INDEX):
-        return Tensors(_open_shards(root))
-    raise FileNotFoundError(f"{root} is no model: it has no {WEIGHTS} and no {INDEX}")
+        tensors = open_file(root / WEIGHTS)
+    elif os.path.lexists(root / INDEX):
+        tensors = _open_shards(root)
+    else:
+        raise FileNotFoundError(f"{root} is no model: it has no {WEIGHTS} and no {INDEX}")
+    of_file: dict[Path, list[Tensor]] = {}
+    for tensor in tensors.values():
+        of_file.setdefault(tensor.path, []).append(tensor)
+    for path in (path for path, held in of_file.items() if ends_in_zeros(held)):
+        message = f"{path}: ends in zeros, as a download that was stopped; download it again"
+        warnings.warn(message, stacklevel=2)
+    return Tensors(tensors)
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[str]:

@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,6 +128,8 @@ def open_file(path: Path) -> dict[str, Tensor]:
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
+        if size < 8:
+            raise PretrainedError(f"{path}: is cut short, it has {size} bytes; download it again")
         if length > size - 8:
             raise PretrainedError(
                 f"{path}: is cut short, or no safetensors file: of its {size} bytes {length} "
@@ -139,11 +142,35 @@ def open_file(path: Path) -> dict[str, Tensor]:
             with safetensors.safe_open(path, "np"):
                 pass
         except (safetensors.SafetensorError, OSError) as error:
-            raise PretrainedError(f"{path}: {error}") from error
+            why = _of_another_size(file.read(length), 8 + length, size, path) or error
+            raise PretrainedError(f"{path}: {why}") from error
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     header = parse_json(data[8 : 8 + length].decode(), path)
     header.pop("__metadata__", None)
     return {name: _tensor(name, entry, path, data, 8 + length) for name, entry in header.items()}
+
+
+def _of_another_size(header: bytes, start: int, size: int, path: Path) -> str:
+    """Text: that the file is cut short or too long; empty if not, or if its header is damaged.
+
+    start: of the data   size: of the file, in bytes
+    """
+    try:
+        entries = parse_json(header.decode(), path)
+        entries.pop("__metadata__", None)
+        wanted = start + max(entry["data_offsets"][1] for entry in entries.values())
+        if size > wanted:
+            return f"has {size - wanted} bytes more than its header describes; download it again"
+        part = f"{size / 1e6:,.1f} of {wanted / 1e6:,.1f} MB are there"
+        return f"is cut short, {part}; download it again" if size < wanted else ""
+    except (ValueError, TypeError, LookupError):
+        return ""
+
+
+def ends_in_zeros(tensors: Collection[Tensor]) -> bool:
+    """Whether the last 64 KiB that tensors of one file have are zeros; False for less data."""
+    start, end = min(t.start for t in tensors), max(t.end for t in tensors)
+    return end - start >= AT_ONCE and not any(next(iter(tensors)).data[end - AT_ONCE : end])
 
 
 def fetch(data: mmap.mmap) -> None:

@@ -154,6 +154,10 @@ def _require_contents(start: bytes, path: Path) -> None:
             f"{path}: is a git-lfs pointer, not the file itself; fetch it: `git lfs pull` in its "
             "folder"
         )
+    if start and not any(start):
+        raise PretrainedError(
+            f"{path}: begins with zeros, as a download that was stopped; download it again"
+        )
     if start[: len(PAGE)].upper() == PAGE:
         raise PretrainedError(f"{path}: is a web page, not the file itself; download it again")
 

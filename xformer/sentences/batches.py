@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import device
 
-from xformer import backends
+from xformer import backends, tree
 from xformer.backends import Backend
 from xformer.checks import require_sizes, require_utf8
 from xformer.compiling import bucket, records
@@ -127,6 +127,8 @@ def outputs(
     fields: the ids (T,) of each text, and perhaps the token types
     limit: the most tokens of a text
     in_order: the texts of each of the `GROUPS` come before the texts of the next one
+
+    ValueError for an output that is not finite.
     """
     table = value(params.embed.table)
     backend = replace(backends.backend_of(table), device=device(table))
@@ -140,7 +142,18 @@ def outputs(
         with backend.active():
             arrays = map(backend.asarray, (tokens, mask, *more))
             rows = backend.to_numpy(forward(params, *arrays))
+        if not np.isfinite(rows).all():
+            i = next(i for i, row in zip(numbers, rows, strict=True) if not np.isfinite(row).all())
+            raise ValueError(f"text {i + 1}: what the model computes is not finite{_where(params)}")
         yield numbers, rows
+
+
+def _where(params: Any) -> str:
+    """Text: the first parameter that is not finite; empty if all are."""
+    for name, leaf in tree.flatten(params).items():
+        if not np.isfinite(backends.backend_of(value(leaf)).to_numpy(value(leaf))).all():
+            return f", because its parameter {name} is not"
+    return ""
 
 
 def require_language_model(what: str, model: Any) -> None:

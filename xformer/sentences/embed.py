@@ -71,8 +71,9 @@ def embed(
     finished: called with the number of a text and the vectors from this text on, as soon as they
         and the vectors of all texts before are computed
 
-    ValueError or TypeError for other arguments, another model or tokenizer, and a text without
-    tokens. An empty text has tokens if the tokenizer adds them (BERT's [CLS] and [SEP]).
+    ValueError or TypeError for other arguments, another model or tokenizer, a text without tokens,
+    and a vector that is zero or not finite. An empty text has tokens if the tokenizer adds them
+    (BERT's [CLS] and [SEP]).
     """
     require_language_model("embed", model)
     require_parts("embed", params, tokenizer)
@@ -89,7 +90,7 @@ def embed(
     run = _vectors(model, how, skip, activations, truncate_dim, normalize)
     maps = maps_like(params, modules)
 
-    return by_batch(
+    vectors = by_batch(
         "embed",
         model,
         params,
@@ -104,6 +105,12 @@ def embed(
         progress=progress,
         finished=finished,
     )
+    zero = np.flatnonzero(~vectors.any(axis=1))
+    if len(zero):
+        raise ValueError(
+            f"embed: the vector of text {zero[0] + 1} is zero; are the weights of the model zeros?"
+        )
+    return vectors
 
 
 def pooling_of(
