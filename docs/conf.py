@@ -19,12 +19,14 @@ import xformer
 
 project = "xformer"
 version = release = xformer.__version__
+repository = ""  # its public address: Install, the footer and the buttons of a page link to it
 
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.linkcode",
     "sphinx.ext.mathjax",
+    "sphinx_copybutton",
     "api_reference",
     "browser_packages",
     "repository_files",
@@ -34,6 +36,7 @@ include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     "docs/**.md",
     "benchmarks/*.md",
     "benchmarks/results/**.md",
@@ -61,7 +64,13 @@ suppress_warnings = ["ref.python"]  # a class name in a signature that two modul
 mathjax_path = "tex-svg.js"
 
 html_theme = "furo"
-html_title = "xformer"
+html_title = f"xformer {version}"
+html_favicon = "static/logo.svg"
+html_theme_options: dict[str, Any] = {"light_logo": "logo.svg", "dark_logo": "logo-dark.svg"}
+if repository:
+    link = {"name": "Repository", "url": repository, "html": "Repository", "class": ""}
+    html_theme_options |= {"footer_icons": [link], "source_repository": repository}
+    html_theme_options |= {"source_branch": "main", "source_directory": ""}
 html_static_path = ["static", f"{_mathjax}/static/mathjax/tex-svg.js"]
 html_css_files = ["site.css"]
 html_additional_pages = {"index": "redirect.html"}
@@ -70,21 +79,41 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
 smartquotes = False  # docstrings are plain text with code in it
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"  # of code, not of output
 
-# Pages that are read on GitHub too get their list of subpages here.
+# The subpages of a page in the sidebar. docs/index.md lists the pages of the first level.
 CHILDREN = {
-    "docs/derivations/README": "*",
-    "docs/lectures/README": "*",
-    "benchmarks/README": "results/**",
+    "docs/api/README": ["xformer", "ops", "*"],
+    "docs/backward": ["attribution-patching", "private-training"],
+    "docs/command-line": ["look"],
+    "docs/compile": ["speed", "../benchmarks/README", "../benchmarks/notes"],
+    "docs/cuda": ["cuda-*"],
+    "docs/derivations/README": ["*"],
+    "docs/derivatives": ["accuracy"],
+    "docs/errata": ["documents/*"],
+    "docs/families": ["tokenizers", "onnx"],
+    "docs/lectures/README": ["*"],
+    "docs/results": ["without-norm", "reformer", "transformer-xl"],
+    "docs/scaling": ["tensor-parallel", "scaling-model"],
+    "docs/sentence-embeddings": ["retrieval"],
+    "docs/training": ["data", "optimisers", "schedules", "checkpointing"],
+    "CONTRIBUTING": ["docs/add-a-family", "docs/bring-your-own-array", "SECURITY", "CHANGELOG"],
+    "benchmarks/README": ["results/**"],
 }
+NO_SEARCH = ("CHANGELOG", "benchmarks/results/", "benchmarks/notes")
 
 
 def complete(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Add what only the site needs: lists of subpages, and titles of measured tables."""
+    """Add what only the site needs: subpages, titles of measured tables, the repository."""
     if docname in CHILDREN:
-        source[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n\n{CHILDREN[docname]}\n```\n"
+        pages = "\n".join(CHILDREN[docname])
+        source[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n\n{pages}\n```\n"
     if docname.startswith("benchmarks/results/"):
         source[0] = f"# {docname.rpartition('/')[2]}\n\n{source[0]}"
+    if docname.startswith(NO_SEARCH):
+        source[0] = f"---\nno-search: true\n---\n\n{source[0]}"
+    if docname == "docs/install" and repository:
+        source[0] = source[0].replace("ADDRESS", repository)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -24,19 +24,6 @@ def test_the_family_is_shown() -> None:
     assert all(part in shown for part in ("BlockConfig(", "fused(", "FAMILY = Family("))
 
 
-def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, in one namespace, in an empty folder."""
-    pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    transformers.logging.disable_progress_bar()
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, Any] = {}
-    for code in CODE:
-        if code not in EXTRACTS:
-            exec(code, namespace)
-    assert (tmp_path / "copy" / "model.safetensors").exists()
-
-
 @pytest.mark.parametrize(
     "kind",
     [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
-import shlex
 import shutil
 import sys
 import time
@@ -524,23 +522,3 @@ def test_a_bar_where_it_takes_long(
 
 
 # The page
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "sentence-embeddings.md"
-BLOCK = r"```(python|sh)\n((?:(?!```).)*)```\n\n```text\n(.*?)```"
-
-
-def test_what_the_page_shows_is_what_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "all-MiniLM-L6-v2").symlink_to(minilm())
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, Any] = {}
-    blocks = re.findall(BLOCK, PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
-    for kind, code, shown in blocks:
-        if kind == "python":
-            exec(code, namespace)
-        else:
-            program, *command = shlex.split(code)
-            assert program == "xformer" and main(command) == 0
-        assert capsys.readouterr().out == shown

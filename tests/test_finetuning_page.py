@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from truths import published
@@ -18,29 +17,10 @@ from xformer.finetune import TASKS
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "finetuning.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.DOTALL)
 FILES = (benchmark.MODEL, benchmark.WORDS, benchmark.TEXT)
 
 
 # PEFT still asks transformers for something by its old name.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_the_examples_print_what_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("tokenizers")
-    for name in FILES:
-        shutil.copy(published(name), tmp_path)
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, Any] = {}
-    *own, with_peft = EXAMPLES
-    assert len(own) == PAGE.count("```python") - 1
-    for code, shown in own:
-        exec(code, namespace)
-        assert capsys.readouterr().out == shown
-    pytest.importorskip("peft")
-    exec(with_peft[0], namespace)
-    assert capsys.readouterr().out == with_peft[1]
 
 
 def test_every_task_is_in_the_table() -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from truths import published
@@ -18,7 +17,6 @@ from xformer.pretrained import load
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "generation.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.DOTALL)
 FILES = (benchmark.MODEL, benchmark.WORDS, benchmark.STORY)
 
 
@@ -28,19 +26,6 @@ def folder(tmp_path: Path) -> Path:
     for name in FILES:
         shutil.copy(published(name), tmp_path)
     return tmp_path
-
-
-@pytest.mark.slow
-def test_the_examples_print_what_is_shown(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder)
-    assert len(EXAMPLES) == PAGE.count("```python")
-    namespace: dict[str, Any] = {}
-    for code, shown in EXAMPLES:
-        exec(code, namespace)
-        printed = capsys.readouterr().out
-        assert printed.removesuffix("\n") == shown.removesuffix("\n")
 
 
 def test_the_table_is_of_a_committed_run() -> None:

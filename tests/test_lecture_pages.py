@@ -18,16 +18,6 @@ PAGES = {n: (FOLDER / f"{n}.md").read_text(encoding="utf-8") for n in range(1, 7
 
 
 @pytest.mark.parametrize("number", PAGES)
-def test_the_code_prints_what_is_shown(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", PAGES[number], re.DOTALL)
-    assert len(blocks) == PAGES[number].count("```python") >= 3
-    namespace: dict[str, Any] = {"__name__": "lecture"}
-    for code, shown in blocks:
-        exec(code, namespace)
-        assert capsys.readouterr().out == shown
-
-
-@pytest.mark.parametrize("number", PAGES)
 def test_the_exercises_of_a_lecture_are_on_its_page(number: int) -> None:
     """In the order of `xformer exercise`; and the index names them."""
     of_lecture = [name for name, exercise in EXERCISES.items() if exercise.lecture == number]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from truths import published
@@ -15,15 +14,6 @@ from xformer.cli.command_line import COMMANDS
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "look.md").read_text(encoding="utf-8")
 RESULTS = (DOCS / "results.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.DOTALL)
-
-
-def test_the_examples_print_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(EXAMPLES) == PAGE.count("```python") == 3
-    namespace: dict[str, Any] = {}
-    for code, shown in EXAMPLES:
-        exec(code, namespace)
-        assert capsys.readouterr().out.removesuffix("\n") == shown.removesuffix("\n")
 
 
 def test_the_commands_and_their_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +56,7 @@ def test_what_is_linked_is_there(page: str) -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", page) if "://" not in link]
     assert links
     for link in links:
-        assert (DOCS / link).is_file(), link
+        assert (DOCS / link.partition("#")[0]).is_file(), link
     for script in re.findall(r"python (\S+\.py)", page):
         assert (DOCS.parent / script).is_file(), script
 

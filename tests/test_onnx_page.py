@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import test_export
-from truths import minilm
 
 from xformer import export
 from xformer.cli import main
@@ -17,7 +15,6 @@ from xformer.pretrained.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/onnx.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 TESTS = ("test_export.py", "test_export_step.py", "test_arrays_onnx.py")
 
 
@@ -25,23 +22,6 @@ def table(first: str) -> list[list[str]]:
     """The rows of the table whose first row begins like this, each as its cells."""
     lines = PAGE[PAGE.index(f"\n| {first} |") + 1 :].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def test_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
-    model, embeddings, step = BLOCKS
-    exec(model, names)
-    assert capsys.readouterr().out == shown
-    exec(step, names)
-    first, last = re.findall(r"loss (\S+), norm", capsys.readouterr().out)
-    assert float(first) == pytest.approx(4.5, abs=0.1) and float(last) < 0.6 * float(first)
-    Path("all-MiniLM-L6-v2").symlink_to(minilm())
-    exec(embeddings, names)
-    assert capsys.readouterr().out == "True\n"
 
 
 def test_the_families(tmp_path: Path) -> None:

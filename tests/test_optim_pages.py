@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,17 +14,6 @@ PAGES = {
     name: (DOCS / f"{name}.md").read_text(encoding="utf-8")
     for name in ("optimisers", "schedules", "checkpointing")
 }
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_the_examples_print_what_is_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    page = PAGES[name]
-    examples = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", page, re.DOTALL)
-    assert examples and len(examples) == page.count("```python")
-    namespace: dict[str, Any] = {"__name__": name}
-    for code, shown in examples:
-        exec(code, namespace)
-        assert capsys.readouterr().out == shown
 
 
 def test_every_optimiser_and_every_convention_is_told() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -21,7 +19,6 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from sentences import BERT, write, write_model
 from test_embed_modules import chain, write_dense
-from truths import minilm
 
 from xformer import pretrained
 from xformer.cli import main
@@ -677,32 +674,3 @@ def test_mistakes_are_one_line(said: Any, notes: Path, tmp_path: Path) -> None:
 
 
 # The page
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "retrieval.md"
-BLOCK = r"```(python|sh)\n((?:(?!```).)*)```\n\n```text\n(.*?)```"
-SHOWN = {
-    "house.md": "# Keys\n\nThe key to the cellar hangs behind the kitchen door.\n\n"
-    "# Rules\n\nBicycles must not be left in the stairwell.\n",
-    "garden/summer.txt": "Water the tomatoes in the evening, never at noon.\n\n"
-    "The hose is in the shed.\n",
-    "health.txt": "The dentist has moved to Station Road.\n",
-}
-
-
-def test_what_the_page_shows_is_what_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "all-MiniLM-L6-v2").symlink_to(minilm())
-    for name, text in SHOWN.items():
-        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "notes" / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(BLOCK, PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
-    for kind, code, shown in blocks:
-        if kind == "python":
-            exec(code, {})
-        else:
-            program, *command = shlex.split(code)
-            assert program == "xformer" and main(command) == 0
-        assert capsys.readouterr().out == shown
