@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from judges import (
     AUTOGRAD,
-    FLOAT32,
     FLOAT64,
     by_hand,
     by_torch_autograd,
@@ -16,6 +16,7 @@ from judges import (
     dtypes,
     on_numpy,
     require_close,
+    require_rounded,
 )
 from libraries import LIBRARIES, only
 
@@ -26,7 +27,8 @@ from xformer.catalogue import Case, cases
 NUMPY = backends.get("numpy")
 OPS = [case for case in cases() if case.group == "ops"]
 every_case = pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-but_jax = only(*(name for name in LIBRARIES if name != "jax"))  # which has tests of its own
+# NumPy's arrays that cannot be written to stand for those that can. JAX has tests of its own.
+others = only(*(name for name in LIBRARIES if name not in ("numpy", "jax")))
 
 
 def on_jax() -> Iterator[Any]:
@@ -47,17 +49,32 @@ def test_gradient_is_the_derivative(case: Case) -> None:
 
 
 @every_case
-@but_jax
+@others
 def test_same_numbers_on_every_library(case: Case, library: Backend) -> None:
     require_close(by_hand(case, library), on_numpy(case), FLOAT64)
 
 
 @every_case
-@but_jax
+@others
 def test_float32(case: Case, library: Backend) -> None:
-    got, wanted = by_hand(case, library, "float32"), on_numpy(case, "float32")
+    got = by_hand(case, library, "float32")
     assert all(a.dtype == "float32" for a in got.values())
-    require_close(got, wanted, FLOAT32)
+    require_rounded(got, case)
+
+
+@pytest.mark.parametrize("case", cases()[::16], ids=lambda case: case.name)
+def test_half_precision_is_no_float32(case: Case) -> None:
+    """The limits of `test_float32`, which follow each case's condition, are narrow enough."""
+    exact = on_numpy(case, "float32")
+    if any(a.any() for a in exact.values()):
+        with pytest.raises(AssertionError, match="x the limit"):
+            require_rounded({name: in_half(a) for name, a in exact.items()}, case)
+
+
+def in_half(a: np.ndarray) -> np.ndarray:
+    """Rounded to the 11 bits of float16, with the exponents and the dtype of float32."""
+    significand, exponent = np.frexp(a)
+    return np.ldexp(np.round(significand * 2**11) / 2**11, exponent).astype(np.float32)
 
 
 @every_case
