@@ -131,16 +131,16 @@ def age() -> float:
     """Return the seconds since this process started, including imports.
 
     On Linux the start is field 22 of /proc/self/stat, in ticks since the machine started. If that
-    is absent or implausible, the time since the import of this module is returned.
+    is absent, 0 or implausible, the time since the import of this module is returned.
     """
     least = time.monotonic() - LOADED
     try:
         stat = Path("/proc/self/stat").read_text(encoding="ascii")
-        began = int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - began
+        ticks = int(stat.rpartition(")")[2].split()[19])
+        seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, ValueError, IndexError):
         return least
-    return seconds if least <= seconds <= least + SLOWEST else least
+    return seconds if ticks > 0 and least <= seconds <= least + SLOWEST else least
 
 
 def load() -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 import pkgutil
 import signal
@@ -18,6 +19,7 @@ from libraries import LIBRARIES, ON_DEMAND, STAND_IN, header, opened
 
 from xformer import backends, kernels, layers, models, ops, optim
 from xformer.backends import Backend
+from xformer.cli import progress, train
 
 for package in (layers, models, ops, optim):  # tests go over `dispatch.ops()`: those defined so far
     for file in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -28,6 +30,10 @@ for package in (layers, models, ops, optim):  # tests go over `dispatch.ops()`: 
 threadpoolctl.threadpool_limits(1)
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+
+# What a command prints when some seconds have passed depends on the machine's other work. Tests of
+# it set these.
+progress.PATIENCE = train.EVERY = math.inf
 
 if importlib.util.find_spec("jax"):
     # JAX compiles every operation for every shape; small arrays want it done quickly, not well.

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hanging import SECONDS
 
 PROGRAM = Path(__file__).with_name("processes.py")
-LIMIT = 60  # seconds
 _BESIDE = Path(sys.executable).with_name("mpiexec")
 MPIEXEC = str(_BESIDE) if _BESIDE.exists() else shutil.which("mpiexec")
 
@@ -45,7 +45,7 @@ def start(*groups: tuple[int, tuple[Any, ...]], **env: str) -> subprocess.Popen[
     )
 
 
-def finish(process: subprocess.Popen[str], limit: float = LIMIT) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], limit: float = SECONDS) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of processes that end within `limit`."""
     try:
         out, err = process.communicate(timeout=limit)

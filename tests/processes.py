@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import math
 import os
 import runpy
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import runs
+from hanging import SECONDS
 
 import xformer as xf
 from xformer.world import World, end_all
@@ -104,7 +107,12 @@ def _odd() -> None:
 
 
 def ends(world: World, *ranks: str) -> None:
-    """The processes `ranks` fail; the others wait for them."""
+    """The processes `ranks` fail at once; the others wait for them."""
+    from xformer.world import mpi
+
+    mpi.PATIENCE = SECONDS if len(ranks) == world.size else 0.1
+    mpi.STAGGER = 2.0  # two processes may begin to fail so far from one another
+    world.sums(0)
     if str(world.rank) in ranks:
         end_all(f"error: {world.rank}")
         sys.exit(1)
@@ -112,12 +120,21 @@ def ends(world: World, *ranks: str) -> None:
 
 
 def silent(world: World, *ranks: int) -> None:
-    """The processes `ranks` are late for a collective."""
+    """The processes `ranks` come to a collective when another one has said that it waits."""
     from xformer.world import mpi
 
-    mpi.SILENCE = 1.0
-    if world.rank in ranks:
-        time.sleep(3)
+    said, speaker = Path("said"), min({*range(world.size)} - {*ranks})
+    tell = mpi.Mpi._tell
+
+    def told(self: Any, silent: set[int]) -> None:
+        tell(self, silent)
+        if world.rank == speaker:
+            said.touch()
+
+    world.sums(0)  # all have begun
+    mpi.SILENCE, mpi.Mpi._tell = 2.0, told
+    while world.rank in ranks and not said.exists():
+        time.sleep(0.01)
     assert world.sums(1) == (world.size,)
 
 
@@ -158,8 +175,6 @@ def trained(
 
     sharded: the rank whose optimiser is sharded, or "all"
     """
-    import runs
-
     config = xf.training.TrainConfig(
         **vars(runs.CONFIG) | {"steps": 6, "accumulate": accumulate, "optimiser": optimiser}
     )
@@ -182,13 +197,24 @@ def trained(
 
 
 def command(fault: str, *argv: str) -> int:
-    """`xformer` with a fault, NAME@RANK. FAULTS/PID-RANK is made for the process of each rank."""
-    from xformer.cli import main
+    """`xformer` with a fault, NAME@RANK.
+
+    Variables: PIDS, a folder for the id of each rank's process. HOLD, the step that process 0
+    waits after, for Ctrl-C or the file GO. PATIENCE, the seconds in which all may fail alike.
+    """
+    from xformer.cli import main, train
     from xformer.training import loss, run, windows
 
+    train.EVERY = math.inf  # the same lines, however long it takes
     rank = os.environ.get("PMI_RANK", "0")
     if pids := os.environ.get("PIDS"):
         Path(pids, rank).write_text(str(os.getpid()))
+    if rank == "0" and (step := os.environ.get("HOLD")):
+        runs.hold(int(step), Path("GO"))
+    if seconds := os.environ.get("PATIENCE"):
+        from xformer.world import mpi
+
+        mpi.PATIENCE = float(seconds)
     name, _, where = fault.partition("@")
     full = OSError(errno.ENOSPC, "No space left on device")
     if where != rank:

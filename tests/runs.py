@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,26 @@ def held_out() -> list[training.Batch]:
 def begun(config: TrainConfig = CONFIG, place: Backend = NUMPY) -> State:
     params = xf.tree.map(place.asarray, MODEL.init(config.seed))
     return training.start(params, config)
+
+
+def hold(step: int, until: Path | None = None) -> None:
+    """From now on `xformer train` waits after the line of a step, of which it prints one.
+
+    It waits until Ctrl-C is pressed, or a file `until` is there.
+    """
+    from xformer.cli import train
+
+    def held(*args: Any, **options: Any) -> None:
+        if not (args and str(args[0]).startswith(f"step {step}/")):
+            return print(*args, **options)
+        handle, pressed = signal.getsignal(signal.SIGINT), threading.Event()
+        signal.signal(signal.SIGINT, lambda *signalled: (pressed.set(), handle(*signalled)))
+        print(*args, **options)
+        while not pressed.is_set() and not (until and until.exists()):
+            time.sleep(0.01)
+        signal.signal(signal.SIGINT, handle)
+
+    vars(train)["print"] = held
 
 
 def steps(

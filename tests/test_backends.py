@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hanging import SECONDS
 from libraries import LIBRARIES
 
 import xformer as xf
@@ -38,7 +39,7 @@ def python(code: str, folder: Path, **environment: str) -> str:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -193,7 +194,9 @@ def test_cupy_that_is_demanded_must_be_there() -> None:
     names = {"kernels": "test_no_rows", "sdpa": "test_nothing", "models": "test_training_loop"}
     tests = [f"tests/test_cuda_{file}.py::{test}" for file, test in names.items()]
     command = [sys.executable, "-m", "pytest", "--backend", "cupy", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *tests], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, *tests], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
+    )
     assert "3 errors" in done.stdout and done.returncode == 1, done.stdout
     assert done.stdout.count("backend cupy cannot be used") >= 3
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from typing import Any
 import cuda_shim
 import numpy as np
 import pytest
+from hanging import SECONDS
 from libraries import STAND_IN
 from test_benchmarks import InProcess
 from test_cuda_failures import Failing
@@ -74,8 +77,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    """The exit status, and what was written."""
-    status = gpu.main(["--dry-run", "--out", str(folder), *options])
+    """The exit status, and what was written. No time is over unless the options say so."""
+    status = gpu.main(["--dry-run", "--out", str(folder), "--minutes", "600", *options])
     (path,) = folder.glob("gpu-dry-run-*.json")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return status, found
@@ -85,7 +88,11 @@ def only(*names: str) -> list[str]:
     return [option for name in names for option in ("--section", name)]
 
 
-def test_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "LIMITS", {})
+    monkeypatch.setattr(gpu, "TESTING", SECONDS)
     status, found = run(tmp_path, *only(*SECTIONS))
     assert (status, found["wrong"]) == (0, [])
     assert found["left_out"] == {} and found["running"] is None
@@ -262,31 +269,48 @@ def test_a_gap_between_logits(tmp_path: Path) -> None:
 # Interrupts may be ignored where tests run in the background of a shell.
 HANDLED = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 STUBBORN = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-LOOP = "print('begun', flush=True)\nimport time\ntime.sleep(60)"
+LOOP = "print('begun', flush=True)\nopen(r'{}', 'w').close()\nimport time\ntime.sleep(3600)"
 
 
 @pytest.mark.parametrize("code", [HANDLED + LOOP, STUBBORN + LOOP], ids=("interrupted", "killed"))
 def test_a_program_that_takes_too_long_is_stopped(
-    code: str, monkeypatch: pytest.MonkeyPatch
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if code.startswith(STUBBORN):  # only time ends it; the other may be slow to say why it ends
-        monkeypatch.setattr(gpu_tests, "STOPPING", 1)
-    said, over = gpu_tests.outcome([sys.executable, "-c", code], 2)
+    """Its time begins once it has begun, as the start may take long."""
+    begun = tmp_path / "begun"
+
+    class Begun(subprocess.Popen[str]):
+        def communicate(self, *args: Any, **options: Any) -> Any:
+            while not begun.exists() and self.poll() is None:
+                time.sleep(0.01)
+            return super().communicate(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Begun)
+    # Only time ends the stubborn one; the other may be slow to say why it ends.
+    monkeypatch.setattr(gpu_tests, "STOPPING", 0.1 if code.startswith(STUBBORN) else SECONDS)
+    said, over = gpu_tests.outcome([sys.executable, "-c", code.format(begun)], 0.1)
     assert over and said.startswith("begun")
     assert ("KeyboardInterrupt" in said) == code.startswith(HANDLED)
-    assert gpu_tests.outcome([sys.executable, "-c", "print(3)"], 60) == ("3\n", False)
+    assert gpu_tests.outcome([sys.executable, "-c", "print(3)"], SECONDS) == ("3\n", False)
 
 
-def test_a_section_is_stopped_when_time_is_over() -> None:
-    command = [sys.executable, "-c", "print('ready', flush=True)\nimport time\ntime.sleep(60)"]
+def test_a_section_is_stopped_when_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "print('ready', flush=True)\nimport time\ntime.sleep(3600)"]
+    begun, stopping = threading.Event(), gpu.stopping
 
     def section(run: Any, end: float) -> None:
         run.result["sections"]["slow"] = "the result so far"
         with harness.Process("it", command, {}) as process:
+            begun.set()
             process.ask(run={})
 
+    def stopping_later(done: threading.Event, seconds: float) -> None:
+        begun.wait(SECONDS)
+        stopping(done, seconds)
+
+    monkeypatch.setattr(gpu, "stopping", stopping_later)
     run: Any = types.SimpleNamespace(result={"sections": {}, "wrong": []}, write=lambda: None)
-    gpu.run_section("slow", section, run, time.monotonic() + 1)
+    gpu.run_section("slow", section, run, time.monotonic() + 0.1)
     (wrong,) = run.result["wrong"]
     assert wrong.startswith("slow: stopped, time was over: Stopped: it ended: it was stopped")
     assert run.result["sections"] == {"slow": "the result so far"}
@@ -570,7 +594,7 @@ def test_a_command_that_is_killed(tmp_path: Path) -> None:
     command += only("libraries", "costs", "decoding", "rates")
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
         try:
-            end = time.monotonic() + 240
+            end = time.monotonic() + SECONDS
             while True:
                 assert process.poll() is None and time.monotonic() < end, "it was to be killed"
                 found, table = written(tmp_path) if list(tmp_path.glob("*.md")) else ({}, "")
@@ -726,23 +750,25 @@ def test_jax_is_asked_where_it_takes_part(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_first_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one command runs, each for so long that what follows has its turn."""
     log: list[tuple[str, float]] = []
+    monkeypatch.setattr(gpu, "time", types.SimpleNamespace(monotonic=lambda: 1000.0))
 
     def noted(name: str) -> Callable[[Any, float], Any]:
-        return lambda given, end: log.append((name, end - time.monotonic()))
+        return lambda given, end: log.append((name, end - 1000.0))
 
     monkeypatch.setattr(gpu, "sections_of", lambda plan: {name: noted(name) for name in SECTIONS})
     monkeypatch.setattr(gpu_page, "text", lambda found: "")
-    assert run(tmp_path)[0] == 0
+    minutes = ("--minutes", f"{gpu.MINUTES}")
+    assert run(tmp_path, *minutes)[0] == 0
     assert [name for name, _ in log] == list(gpu.FIRST)
-    seconds = {name: round(s) for name, s in log}
+    seconds = dict(log)
     assert seconds["gpt2-bfloat16"] == gpu.LIMITS["gpt2-bfloat16"] and seconds["kernels"] == 570
     limits = sum(gpu.LIMITS[name] for name in gpu.FIRST if name in gpu.LIMITS) + gpu.TESTING
     assert limits <= 60 * gpu.MINUTES
     log.clear()
-    assert run(tmp_path / "one", *only("gpt2-bfloat16"))[0] == 0
-    assert round(log[0][1]) == 570  # nothing follows
-    end = time.monotonic() - 600  # it has begun so long ago
-    assert gpu.main(["--dry-run", "--out", str(tmp_path), *only("costs")], began=end) == 1
+    assert run(tmp_path / "one", *minutes, *only("gpt2-bfloat16"))[0] == 0
+    assert log[0][1] == 570  # nothing follows
+    command = ["--dry-run", "--out", str(tmp_path), *only("costs")]
+    assert gpu.main(command, began=400.0) == 1  # so long ago
 
 
 def test_a_process_knows_how_old_it_is() -> None:
@@ -754,11 +780,35 @@ def test_a_process_knows_how_old_it_is() -> None:
     assert least <= float(done.stdout) <= time.monotonic() - start + 0.05
 
 
-def test_a_process_of_which_the_system_says_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.monotonic() - machine.LOADED
-    for said in ("1 (a) b) " + "0 " * 30, "nothing"):
-        monkeypatch.setattr(Path, "read_text", lambda *_, said=said, **__: said)
-        assert now <= machine.age() <= now + 60
+@pytest.mark.parametrize("uptime", [5, 90, 290, 3600, 86400])
+@pytest.mark.parametrize("ticks", ["0", "-1", str(10**12), "", "x"])
+def test_a_process_of_which_the_system_says_nonsense(
+    uptime: float, ticks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its age is the time since the import, however long ago the machine was started."""
+    clock = types.SimpleNamespace(
+        CLOCK_BOOTTIME=7, clock_gettime=lambda _: uptime, monotonic=lambda: uptime
+    )
+    monkeypatch.setattr(machine, "time", clock)
+    monkeypatch.setattr(machine, "LOADED", uptime - 3)
+    stat = "1 (a) b) " + "0 " * 19 + ticks + " 0" * 9 * bool(ticks)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: stat)
+    assert machine.age() == 3
+
+
+def test_the_age_that_the_system_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that was started a moment ago, too."""
+    per_second = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0
+    if not per_second:
+        pytest.skip("the system has no ticks")
+    clock = types.SimpleNamespace(
+        CLOCK_BOOTTIME=7, clock_gettime=lambda _: 90.0, monotonic=lambda: 90.0
+    )
+    monkeypatch.setattr(machine, "time", clock)
+    monkeypatch.setattr(machine, "LOADED", 87)
+    stat = "1 (a) b) " + "0 " * 19 + f"{80 * per_second}" + " 0" * 9
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: stat)
+    assert machine.age() == 10
 
 
 def test_versions_of_all_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

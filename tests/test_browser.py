@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hanging import SECONDS
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "browser.md").read_text(encoding="utf-8")
@@ -119,7 +120,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         browser = subprocess.Popen(command, start_new_session=True, **quiet)
         try:
-            assert answered.wait(300), "the page did not answer"
+            assert answered.wait(SECONDS), "the page did not answer"
         finally:
             os.killpg(browser.pid, 9)
             browser.wait()

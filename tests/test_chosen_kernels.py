@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
+from hanging import SECONDS
 
 import xformer as xf
 from xformer import backends, dispatch, ops
@@ -115,7 +116,7 @@ def test_other_threads_and_tasks_have_their_own() -> None:
 @numba_only
 def test_pieces_on_helper_threads_run_the_caller_s() -> None:
     found: list[tuple[int, str]] = []
-    barrier = threading.Barrier(2, timeout=60)
+    barrier = threading.Barrier(2, timeout=SECONDS)
 
     def piece(start: int, stop: int) -> None:
         barrier.wait()
@@ -215,7 +216,7 @@ def test_commands_run_those_of_their_backend(chosen: list[str]) -> None:
 def said_by(code: str) -> Any:
     """What a process of its own prints, read as JSON."""
     command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

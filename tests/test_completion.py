@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hanging import SECONDS
 
 from xformer.cli import main
 from xformer.cli.command_line import COMMANDS, command_parser
@@ -43,7 +44,7 @@ def script(
 def completed(script: Path, *words: str) -> list[str]:
     """What the Tab key offers for the last of the words after `xformer`."""
     ask = ["bash", "-c", ASK.format(script=script), "bash", "xformer", *words]
-    done = subprocess.run(ask, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(ask, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0 and done.stderr == ""
     return done.stdout.split("\n")[:-1]
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hanging import SECONDS
 
 import xformer.backends.cupy
 from xformer.backends.cupy.module import Source
@@ -37,7 +38,11 @@ def run(cache: Path) -> dict[str, tuple[int, int]]:
     environment = os.environ | {"CUPY_CACHE_DIR": str(cache)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        [sys.executable, "-c", STEP], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", STEP],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return kept(cache)

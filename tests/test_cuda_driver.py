@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from hanging import SECONDS
+
 ROOT = Path(__file__).parents[1]
 
 # A CuPy that notes what it is asked to compile and to launch.
@@ -58,7 +60,7 @@ def run(dtype, *args, shared=0, device=0, vec=0):
 def said(code: str, folder: Path) -> list[str]:
     """What `code` prints behind the fake, in a new interpreter."""
     command = [sys.executable, "-c", f"{FAKE}\n{code}"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import cuda_shim
 import pytest
 from cuda_shim.build import COMPILER, missing_compiler
+from hanging import SECONDS
 
 pytestmark = pytest.mark.slow
 FOLDER = Path(cuda_shim.__file__).parent
@@ -52,7 +53,7 @@ def ran(name: str, args: str = "x, y", size: int = 64, shared: int = 0) -> tuple
         },
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=SECONDS,
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -580,6 +580,7 @@ def test_long_work_is_reported_in_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
+    monkeypatch.setattr(progress, "PATIENCE", 2.0)
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
     with progress.progress() as report:
         for what in ("reading", "tokenising"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hanging import SECONDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -279,7 +280,7 @@ def test_a_file_larger_than_the_memory_that_may_be_used(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(size)
     command = [sys.executable, "-c", BUDGET, str(path), str(size)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     before, after, seen = json.loads(done.stdout)
     assert seen == 320 * 256 * 64

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import array_api_strict
 import numpy as np
 import pytest
+from hanging import SECONDS
 from libraries import parameters
 
 import xformer
@@ -267,7 +268,7 @@ def test_subclass_belongs_to_the_library_of_its_base() -> None:
 def python(code: str, folder: Path) -> Any:
     """What `code` prints, read as JSON; run in a new interpreter in `folder`."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -371,7 +372,7 @@ threading.Thread(target=lambda: xformer.ops.layer_norm(np.ones((2, 3)), np.ones(
 held.wait()
 child = os.fork()
 if child == 0:
-    signal.alarm(20)
+    signal.alarm(300)
     xformer.ops.gelu(np.ones(3))
     os._exit(0)
 status = os.waitpid(child, 0)[1]

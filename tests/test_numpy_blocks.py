@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 from block_configs import block_config, changed
+from hanging import SECONDS
 from test_kernels import LAYOUTS, laid_out
 
 import xformer as xf
@@ -194,16 +195,16 @@ def a_busy_pool() -> Iterator[None]:
     def other() -> None:
         with single_blas_thread():
             inside.set()
-            left.wait(60)
+            left.wait(SECONDS)
 
     thread = threading.Thread(target=other)
     thread.start()
-    inside.wait(60)
+    inside.wait(SECONDS)
     try:
         yield
     finally:
         left.set()
-        thread.join(60)
+        thread.join(SECONDS)
 
 
 def test_what_else_the_program_does_changes_no_bit() -> None:
@@ -223,7 +224,7 @@ def test_what_else_the_program_does_changes_no_bit() -> None:
 
 def test_the_shares_run_on_threads_of_their_own() -> None:
     """Each of them at once with the others, forward and backward."""
-    meet = threading.Barrier(3, timeout=60)
+    meet = threading.Barrier(3, timeout=SECONDS)
     met: list[str] = []
 
     class Cache:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
+from hanging import SECONDS
 
 from xformer import ops
 from xformer.backends.numpy import linear_cross_entropy
@@ -19,8 +20,6 @@ from xformer.backends.numpy.threads import blocks, n_threads, scratch, single_bl
 from xformer.layers.kv_cache import KVCache, append
 from xformer.optim.ema import ema_leaves
 from xformer.typing import Array
-
-SECONDS = 60  # before a test that hangs fails
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +132,7 @@ def test_on_every_thread_and_nobody_waits() -> None:
         there.wait()
         seen.append(threading.get_ident())
         if threading.get_ident() != main:
-            hold.wait(5)
+            hold.wait(SECONDS)
             left.set()
         return True
 
@@ -143,6 +142,7 @@ def test_on_every_thread_and_nobody_waits() -> None:
             assert main in seen and not left.is_set()
         finally:
             hold.set()
+        assert left.wait(SECONDS)
         done: list[int] = []
         blocks(lambda start, stop: done.append(start), 2, 1)  # the pool is as it was
     assert sorted(done) == [0, 1] and len(seen) == 2
@@ -155,7 +155,7 @@ def test_on_every_thread_errors_of_other_threads_come_out() -> None:
         if threading.get_ident() != main:
             failed.set()
             raise ZeroDivisionError("there")
-        assert failed.wait(10)
+        assert failed.wait(SECONDS)
         return False
 
     for _ in range(3):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hanging import SECONDS
 from libraries import ON_DEVICE, STAND_IN, only
 
 import xformer
@@ -190,7 +191,7 @@ def test_two_processes_are_one_with_twice_the_batch(library: Backend) -> None:
     source = Windows(TEXT, MODEL.max_len, config.batch_size)
     init = tree.map(lambda p: library.asarray(p, "float64"), MODEL.init(0))
     flats: dict[int, Any] = {}
-    barrier = threading.Barrier(2, timeout=60)
+    barrier = threading.Barrier(2, timeout=SECONDS)
     ends: dict[int, Any] = {}
 
     def process(rank: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hanging import SECONDS
 from runs import rows
 
 from xformer.cli import generate, main, train
@@ -185,7 +186,7 @@ def run(command: str, *options: str, **environment: str) -> subprocess.Completed
         ["sh", "-c", command, "sh", *COMMAND, *options],
         capture_output=True,
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1"} | environment,
-        timeout=120,
+        timeout=SECONDS,
     )
 
 

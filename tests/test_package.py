@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hanging import SECONDS
 
 import xformer
 
@@ -95,7 +96,7 @@ def test_ruff_sorts_imports_whatever_folders_there_are(tmp_path: Path) -> None:
 def python(code: str, cwd: Path) -> Any:
     """Run `code` in a new interpreter outside the checkout; what it prints, read as JSON."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

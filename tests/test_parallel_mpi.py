@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hanging import SECONDS
 
-LIMIT = 100  # seconds
 BESIDE = Path(sys.executable).with_name("mpiexec")
 MPIEXEC = str(BESIDE) if BESIDE.exists() else shutil.which("mpiexec")
 PROGRAM = """
@@ -72,11 +72,11 @@ def test_the_same_bits_by_mpi(tmp_path: Path) -> None:
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
     )
     try:
-        out, _ = process.communicate(timeout=LIMIT)
+        out, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, _ = process.communicate()
-        pytest.fail(f"the processes did not end within {LIMIT} s: {out}")
+        pytest.fail(f"the processes did not end within {SECONDS} s: {out}")
     assert process.returncode == 0, out
     lines = sorted(line for line in out.splitlines() if line.startswith("rank"))
     assert [line.partition(":")[0] for line in lines] == [f"rank {i} of 3" for i in range(3)]

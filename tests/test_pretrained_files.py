@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
+from hanging import SECONDS
 from hostile import damaged, edited, refused_at_most, some
 from hypothesis import given
 from hypothesis import strategies as st
@@ -363,13 +364,17 @@ def test_a_long_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
 
 def test_a_header_as_long_as_allowed_takes_no_longer_an_entry(tmp_path: Path) -> None:
     def seconds(n: int) -> float:
+        """The least CPU time of three."""
         names = ",".join(f'"{i}":{json.dumps(entry("F32", [0], 0, 0))}' for i in range(n))
         text = b"{" + names.encode() + b"}"
         assert (len(text) > 0.9 * mapped.HEADER_LIMIT) == (n == 65_000)
         (tmp_path / WEIGHTS).write_bytes(pack(text))
-        start = time.process_time()
-        assert len(open_tensors(tmp_path)) == n
-        return time.process_time() - start
+        took = []
+        for _ in range(3):
+            start = time.process_time()
+            assert len(open_tensors(tmp_path)) == n
+            took.append(time.process_time() - start)
+        return min(took)
 
     assert seconds(65_000) < 40 * seconds(6_500)  # tenfold; a hundredfold, were it quadratic
 
@@ -657,7 +662,7 @@ def test_loading_takes_little_more_than_the_model(tmp_path: Path, dtype: str, co
         [sys.executable, "-c", LOAD, str(tmp_path), str(int(copied))],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     peak, model = map(int, done.stdout.split())
@@ -678,7 +683,7 @@ def test_comparing_takes_little(tmp_path: Path, one: str, other: str) -> None:
     (tmp_path / WEIGHTS).write_bytes(pack(header, data))
     code = LOAD.partition("model = {}")[0] + COMPARE
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 48 << 20  # three pieces of 1 M numbers, and pages read ahead

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
+from hanging import SECONDS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from libraries import only
@@ -240,8 +241,8 @@ def test_the_command_stopped_by_ctrl_c_goes_on(
     from xformer.cli import main
 
     assert main([*COMMAND, "--out", "never"]) == 0
-    program = "import sys; from xformer.cli import main; sys.exit(main())"
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    program = "import sys, runs; runs.hold(10); from xformer.cli import main; sys.exit(main())"
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", program, *COMMAND, "--out", "stopped"],
         stdout=subprocess.PIPE,
@@ -254,7 +255,7 @@ def test_the_command_stopped_by_ctrl_c_goes_on(
         if line.startswith("step 10/"):
             process.send_signal(signal.SIGINT)
             break
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, err
     assert "stopping after this step; press Ctrl-C again" in err
     assert "stopped early, after step" in err
@@ -642,7 +643,7 @@ def test_a_run_has_its_vocabulary(
 
 
 def test_a_warning_is_one_line(stopped: str) -> None:
-    program = "import sys; from xformer.cli import main; sys.exit(main())"
+    program = "import sys, runs; runs.hold(10); from xformer.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "train", "--resume", stopped, "--resume-step", "5"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (line,) = [line for line in done.stderr.splitlines() if "log.jsonl" in line]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hanging import SECONDS
 from hostile import damaged, edited, refused_at_most, some
 from hypothesis import given
 from hypothesis import strategies as st
@@ -286,7 +287,7 @@ class Watched:
 def test_a_thread_that_cuts_leaves_the_texts_of_others_whole(bert: Tokenizer) -> None:
     long = "hello, " * 50
     whole, cut = bert.encode(long), bert.batch([long], max_len=4)[0].tolist()
-    bert._inner = Watched(bert._inner, threading.Barrier(2, timeout=30))
+    bert._inner = Watched(bert._inner, threading.Barrier(2, timeout=SECONDS))
     with ThreadPoolExecutor(2) as pool:
         others = pool.submit(bert.batch, [long], max_len=4)
         assert pool.submit(bert.encode, long).result() == whole

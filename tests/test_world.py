@@ -259,12 +259,15 @@ def test_what_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("late", "line"),
     [
-        ((2,), "process 0 of 3 has waited 1 s for process 2 on {host}\n"),
-        ((0, 1), "process 2 of 3 has waited 1 s for process 0 on {host}, process 1 on {host}\n"),
+        ((2,), "process 0 of 3 has waited 2 s for process 2 on {host}\n"),
+        ((0, 1), "process 2 of 3 has waited 2 s for process 0 on {host}, process 1 on {host}\n"),
     ],
 )
-def test_a_long_wait_says_for_whom(late: tuple[int, ...], line: str) -> None:
+def test_a_long_wait_says_for_whom(
+    late: tuple[int, ...], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched.needs_mpi()
+    monkeypatch.chdir(tmp_path)
     status, out, err = launched.run(3, "silent", *late)
     assert status == 0 and err == line.format(host=os.uname().nodename), out + err
 

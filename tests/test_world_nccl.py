@@ -18,9 +18,9 @@ import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
-import launched
 import numpy as np
 import pytest
+from hanging import SECONDS
 from processes import SHAPES, term
 
 from xformer import optim
@@ -86,7 +86,7 @@ class Communicator:
     rooms: ClassVar[dict[tuple[bytes, int], Any]] = {}
 
     def __init__(self, size: int, identity: bytes, rank: int) -> None:
-        new = SimpleNamespace(barrier=threading.Barrier(size, timeout=20), mail={})
+        new = SimpleNamespace(barrier=threading.Barrier(size, timeout=SECONDS), mail={})
         self.room = self.rooms.setdefault((identity, size), new)
         self.rank = rank
         current().log.append(f"communicator {rank} of {size}")
@@ -409,7 +409,7 @@ def test_the_id_by_the_store_of_cupy() -> None:
         port = free.getsockname()[1]
     processes = [started(PROGRAM, rank, port) for rank in range(2)]
     try:
-        texts = [process.communicate(timeout=launched.LIMIT) for process in processes]
+        texts = [process.communicate(timeout=SECONDS) for process in processes]
     except subprocess.TimeoutExpired:
         for process in processes:
             os.killpg(process.pid, signal.SIGKILL)

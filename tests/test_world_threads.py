@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hanging import SECONDS
 
 import xformer as xf
 from xformer.dispatch import is_inference
 from xformer.world import World, threads
 from xformer.world.base import World as Base
-
-SECONDS = 30  # a test that deadlocks fails
 
 
 def limited(n: int, fn: Any) -> list[Any]:
