@@ -48,6 +48,11 @@ CLASSIFIER = BERT | {
     "id2label": {"0": "no", "1": "yes", "2": "so"},
     "hidden_dropout_prob": 0.0,
 }
+RANKER = BERT | {
+    "architectures": ["BertForSequenceClassification"],
+    "id2label": {"0": "LABEL_0"},
+    "hidden_dropout_prob": 0.0,
+}
 TAGGER = BERT | {
     "architectures": ["BertForTokenClassification"],
     "id2label": {"0": "O", "1": "B-X", "2": "I-X"},

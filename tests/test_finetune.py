@@ -21,6 +21,7 @@ from finetuning import (
     LLAMA,
     MASK,
     PAD,
+    RANKER,
     SEP,
     T5,
     TAGGER,
@@ -50,6 +51,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "contrastive": (BERT, "bert"),
     "classify-pairs": (CLASSIFIER, "bert"),
     "tag": (TAGGER, "bert"),
+    "rank": (RANKER, "bert"),
 }
 
 
@@ -281,6 +283,10 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "seq2seq": [{"source": "abc", "target": "cba"}, {"source": "d", "target": "d"}],
     "classify-pairs": PAIRS,
     "tag": [{"words": ["abc", "d"], "tags": [0, 2]}, {"words": ["e"], "tags": ["B-X"]}],
+    "rank": [
+        {"query": "abc", "document": "defgh", "score": 1.0},
+        {"query": "d", "document": "e", "score": 0.25},
+    ],
 }
 
 
@@ -348,6 +354,10 @@ def records(name: str, n: int, seed: int = 0) -> list[dict[str, Any]]:
         words = [[text[:2], text[2:]] for text in texts]
         tags = [["abcdefghijklmnopqrstuvwxyz".index(w[0]) // 9 for w in pair] for pair in words]
         return [{"words": w, "tags": t} for w, t in zip(words, tags, strict=True)]
+    if name == "rank":
+        rows = records("classify", n, seed)
+        cut = [(row["text"][:2], row["text"][2:], row["label"] / 2) for row in rows]
+        return [dict(zip(finetune.TASKS[name].fields, row, strict=True)) for row in cut]
     fields = finetune.TASKS[name].fields
     if fields == ("text",):
         return [{"text": text} for text in texts]
@@ -647,7 +657,9 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     path.write_text("\n \n")
     with pytest.raises(ValueError, match=r"a\.txt: there is nothing in it to train on"):
         finetune.read(path)
-    with pytest.raises(ValueError, match=r"a\.txt: must be a \.jsonl file of objects with prompt"):
+    with pytest.raises(
+        ValueError, match=r"a\.txt: must be a \.jsonl, \.json or \.csv file with prompt"
+    ):
         finetune.read(path, ("prompt", "completion"))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from finetuning import BERT, CLASSIFIER, GPT2, LLAMA, T5, TAGGER, write_folder, write_lines
+from finetuning import BERT, CLASSIFIER, GPT2, LLAMA, RANKER, T5, TAGGER, write_folder, write_lines
 from test_finetune import records
 from truths import published
 
@@ -38,6 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "contrastive": (BERT | {"architectures": ["BertModel"]}, "bert", "BertModel"),
     "classify-pairs": (CLASSIFIER, "bert", "BertForSequenceClassification"),
     "tag": (TAGGER, "bert", "BertForTokenClassification"),
+    "rank": (RANKER, "bert", "BertForSequenceClassification"),
 }
 
 
@@ -345,7 +346,7 @@ def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
         (["--data", "absent.jsonl"], "there is no file absent.jsonl"),
         (["--data", "empty.jsonl"], "empty.jsonl: there is nothing in it to train on"),
         (["--data", "bad.jsonl"], "bad.jsonl: line 2: is no valid JSON"),
-        (["--data", "data.txt"], "data.txt: must be a .jsonl file of objects with prompt, compl"),
+        (["--data", "data.txt"], "data.txt: must be a .jsonl, .json or .csv file with prompt, co"),
         (["--data", "long.jsonl"], "long.jsonl: line 1: the prompt's 41 tokens leave no room for"),
         (["--data", "one.jsonl"], "1 examples are too few to keep 1 for validation"),
         (["--task", "masked", "--data", "masked.jsonl"], "must be a masked language model"),
@@ -527,6 +528,8 @@ def test_a_checkpoint_of_ours_is_no_base(capsys: pytest.CaptureFixture[str]) -> 
         ('{"prompt": "a", "completion": "b"}\n', "LlamaForCausalLM", "prefix"),
         ('{"source": "a", "target": "b"}\n', "T5ForConditionalGeneration", "seq2seq"),
         ('{"anchor": "a", "positive": "b"}\n', "BertModel", "contrastive"),
+        ('{"query": "a", "document": "b", "score": 1}\n', "BertModel", "rank"),
+        ('{"query": "a", "document": "b", "label": 1}\n', "BertForMaskedLM", "rank"),
     ],
 )
 def test_the_task_follows_from_the_fields(

@@ -36,6 +36,7 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "contrastive": [{"anchor": "ab", "positive": "ba"}, {"anchor": "c", "positive": "cc"}],
     "classify-pairs": [{"text": "ab", "text_pair": "c", "label": 1}],
     "tag": [{"words": ["ab", "c"], "tags": [1, 0]}],
+    "rank": [{"query": "ab", "document": "c", "score": 0.5}],
 }
 
 

@@ -104,6 +104,14 @@ def rankers(folder: Path) -> None:
     (folder / "documents.txt").write_text("\n".join(sentences.TEXTS))
 
 
+def pairs(folder: Path) -> None:
+    """Texts to rank, and the table that docs/retrieval.md shows, longer."""
+    page = pages.text_of("docs/retrieval.md")
+    (table,) = re.findall(r"```text\n(query,document,score\n.*?)```", page, re.DOTALL)
+    (folder / "pairs.csv").write_text(table + "".join(table.splitlines(keepends=True)[1:]) * 2)
+    (folder / "documents.txt").write_text("Crates are nailed shut.\nIt has twelve cylinders.\n")
+
+
 def sparse(folder: Path) -> None:
     from test_colbert import write_stanford
     from test_splade import write_splade
@@ -300,7 +308,9 @@ PAGES: dict[str, Page] = {
         then="({s: epsilon(float(s), 200) for s in ('0.5', '1.0')}, list(curves.values()))",
         check=private_training,
     ),
-    "docs/retrieval.md": Page((minilm_folder, notes, sparse)),
+    "docs/retrieval.md": Page(
+        (minilm_folder, notes, sparse, pairs), {"--task rank": "--task rank --steps 1 --batch 2"}
+    ),
     "docs/rounding.md": Page(
         small=ROUNDING,
         then="(float(np.mean(plain[-10:])),"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import runs
-from finetuning import BERT, CLASSIFIER, GPT2, T5, TAGGER, write_tokenizer
+from finetuning import BERT, CLASSIFIER, GPT2, RANKER, T5, TAGGER, write_tokenizer
 from test_finetune import NUMPY, examples, records
 
 from xformer import finetune, pretrained, training, tree
@@ -25,6 +25,7 @@ DROPOUT: dict[str, dict[str, Any]] = {  # models with dropout of a tenth
     "contrastive": BERT,
     "classify-pairs": CLASSIFIER | {"hidden_dropout_prob": 0.1},
     "tag": TAGGER | {"hidden_dropout_prob": 0.1},
+    "rank": RANKER | {"hidden_dropout_prob": 0.1},
 }
 CONFIG = TrainConfig(
     steps=12, batch_size=3, accumulate=2, lr=1e-2, warmup=3, eval_every=4, weight_decay=0.0, seed=2

@@ -6,7 +6,7 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,10 @@ from xformer.finetune.loop import about_of
 from xformer.finetune.saving import ADAPTER
 from xformer.optim import Optimiser
 from xformer.pretrained.convert import as_llama
-from xformer.sentences import settings
+from xformer.sentences import rank_settings, settings
 from xformer.training import Diverged, Run, State, Step, interruptible
 from xformer.training.checkpoint import WEIGHTS
+from xformer.training.log import LOG, rows
 from xformer.training.loop import is_stale, require_shares
 from xformer.training.run import require_alike
 from xformer.world import World
@@ -45,11 +46,14 @@ USES = {
     "classify-pairs": r"printf '%s\t%s\n' {1} {2} | xformer classify --model {0} --pairs -",
     "contrastive": "xformer embed --model {} -- {} {}",
     "tag": "xformer tag --model {} -- {}",
+    "rank": "xformer rank --model {} -- {} {}",
 }
+MEASURES = {"accuracy": "accuracy", "f1": "F1"}  # in the log -> in words
 NEW_HEADS = {  # task -> the head that a model without one gets
     "classify": "classifier",
     "classify-pairs": "classifier",
     "tag": "token_classifier",
+    "rank": "classifier",
 }
 
 
@@ -69,6 +73,7 @@ class Best(NamedTuple):
 
     loss: float
     step: int
+    measures: Mapping[str, float] | None = None  # None: they are in the log
 
 
 def add_arguments(parser: Parser) -> None:
@@ -166,7 +171,7 @@ def _job(options: argparse.Namespace) -> tuple[Job, Record]:
     training, held_out = finetune.split(records, options.validation_fraction, options.seed)
     model, params, words, is_new = _opened(options, records)
     backend = backends.get(options.backend, options.device)  # `_opened` enabled float64 of JAX
-    task = _task(options, model, words)
+    task = _task(options, model, words, is_new)
     read = partial(each, what="tokenising", unit="texts")
     examples = finetune.examples(task, read(training))
     validation = finetune.examples(task, read(held_out)) if held_out else []
@@ -185,13 +190,16 @@ def _states(job: Job, run: Run, state: State, optimiser: Optimiser) -> Iterator[
         interruptible(message) as stopping,
     ):
         last: float | None = None  # validation loss
+        measured: list[str] = []  # with it
         best_step = state.best_step
         settings: Any = {"optimiser": optimiser, "donate": True, "world": run.world}
         steps = finetune.train(*job._replace(params=state), **settings)
         del state  # or the first one would stay in memory
         for step in run.record(_noted(steps, run.folder, best_step), stopping):
             last = last if step.validation is None else step.validation
-            bar.show(step.step, f"{step.step}/{n_steps}", parts(step, n_steps, last))
+            measured = measured if step.measures is None else _in_words(step.measures)
+            shown = [*parts(step, n_steps, last), *measured]
+            bar.show(step.step, f"{step.step}/{n_steps}", shown)
             if hidden:
                 _report(step, n_steps)
             yield step.state
@@ -224,8 +232,21 @@ def _best(job: Job, state: State, save: Callable[[Any], Any], world: World) -> B
         if loss is not None and loss < best.loss:
             if best.step:  # otherwise the last model is saved
                 save(state.params)
-            best = Best(loss, state.step)
+            options: Any = {"batch_size": job.config.batch_size}
+            args = job.task, state.params, job.held_out, job.backend
+            best = Best(loss, state.step, finetune.measure(*args, **options))
     return best
+
+
+def _logged(folder: Path, step: int) -> dict[str, float]:
+    """The accuracy and F1 in the log of a run after a step, if they are there."""
+    row = next((row for row in rows(folder / LOG) if row["step"] == step), {})
+    return {name: row[name] for name in MEASURES if name in row}
+
+
+def _in_words(measures: Mapping[str, float] | None) -> list[str]:
+    """Text of each measure: "accuracy 0.912"."""
+    return [f"{MEASURES[name]} {value:.3f}" for name, value in (measures or {}).items()]
 
 
 def _conclude(job: Job, folder: Path, state: State, best: Best, before: float | None) -> None:
@@ -233,7 +254,9 @@ def _conclude(job: Job, folder: Path, state: State, best: Best, before: float | 
     if best.loss < math.inf:
         was = "" if before is None else f", {before:.3f} before training"
         which = "" if best.step == state.step else f"; the best model is from step {best.step}"
-        print(f"validation loss {best.loss:.3f} nats{was}{which}")
+        found = _logged(folder, best.step) if best.measures is None else best.measures
+        measures = "".join(f", {text}" for text in _in_words(found))
+        print(f"validation loss {best.loss:.3f} nats{was}{measures}{which}")
     print(f"saved to {folder} after {state.step} steps, {state.seconds:.0f} s")
     if lora.adapters(job.params):
         if peft.others(job.params):
@@ -253,13 +276,14 @@ def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, A
     if head is None or finetune.is_classifier(model, head):
         return model, params, words, False
     pad_id = words.eos_id if words.pad_id is None else words.pad_id
-    names = finetune.labels_in(records)
+    names = None if args.task == "rank" else finetune.labels_in(records)
     options: Any = {"head": head, "seed": args.seed, "pad_id": pad_id}
     new = finetune.with_classifier(model, params, names, **options)
     return *new, words, True
 
 
-def _task(args: argparse.Namespace, model: Any, words: Any) -> Task:
+def _task(args: argparse.Namespace, model: Any, words: Any, is_new: bool) -> Task:
+    """The task of the options, with the settings of the model's folder. is_new: its head is new."""
     options: dict[str, Any] = {}
     if args.task == "contrastive" and Path(args.model).is_dir():
         saved = settings(args.model)
@@ -267,6 +291,8 @@ def _task(args: argparse.Namespace, model: Any, words: Any) -> Task:
             raise ValueError(f"{args.model} has Dense modules, which are not trained")
         names = ("pooling", "prompt", "include_prompt")
         options = {name: getattr(saved, name) for name in names}
+    if args.task == "rank" and not is_new and Path(args.model).is_dir():
+        options["prompt"] = rank_settings(args.model).prompt
     return finetune.task(args.task, model, words, args.max_len, **options)
 
 
@@ -316,6 +342,7 @@ def _measured(job: Job, params: Any, world: World) -> float | None:
 def _report(step: Step, n_steps: int) -> None:
     if step.validation is not None or step.step % max(1, n_steps // LINES) == 0:
         validation = "" if step.validation is None else f"  validation {step.validation:.3f}"
+        validation += "".join(f"  {text}" for text in _in_words(step.measures))
         rate = step.tokens / step.seconds
         print(f"step {step.step}/{n_steps}  loss {step.loss:.3f}{validation}  {rate:,.0f} tokens/s")
 

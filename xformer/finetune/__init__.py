@@ -16,6 +16,7 @@ from xformer.finetune.contrastive import contrastive_loss
 from xformer.finetune.data import Record, read, split
 from xformer.finetune.heads import is_classifier, labels_in, with_classifier
 from xformer.finetune.loop import evaluate, run, train
+from xformer.finetune.measures import measure
 from xformer.finetune.saving import save
 from xformer.finetune.tasks import TASKS, examples, suited, task
 from xformer.training import TrainConfig
@@ -31,6 +32,7 @@ __all__ = [
     "is_classifier",
     "labels_in",
     "lora",
+    "measure",
     "peft",
     "read",
     "run",

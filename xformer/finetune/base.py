@@ -85,13 +85,13 @@ class Task:
         """
         ids, _ = self.tokenizer.batch([text], max_len=self.max_len)
         is_cut = ids.shape[1] == self.max_len < len(self.tokenizer.encode(text))
-        return self._known(ids[0]), is_cut
+        return self.known_ids(ids[0]), is_cut
 
     def _ended(self, text: str) -> np.ndarray:
         """The ids of a whole text, followed by the end token (`end_of`) if there is one."""
         ids = self.tokenizer.encode(text)
         end = end_of(self.tokenizer, self.model)
-        return self._known(ids + [end] * (end is not None and ids[-1:] != [end]))
+        return self.known_ids(ids + [end] * (end is not None and ids[-1:] != [end]))
 
     def _truncated(self, text: str, most: int) -> np.ndarray:
         """The ids of `_ended`, at most `most`, truncated at the tokenizer's truncation_side.
@@ -107,7 +107,8 @@ class Task:
         last, _ = self.tokenizer.batch([text], max_len=most - n_added)
         return np.append(last[0], ids[len(ids) - n_added :])
 
-    def _known(self, ids: Any) -> np.ndarray:
+    def known_ids(self, ids: Any) -> np.ndarray:
+        """The ids as an array. ValueError if one is not in the model's vocabulary."""
         ids = np.asarray(ids, np.int64)
         size = embed_of(self.model).vocab_size
         if len(ids) and int(ids.max()) >= size:

@@ -48,7 +48,7 @@ def labels_in(records: Sequence[Record]) -> list[str]:
 def with_classifier(
     model: Any,
     params: Any,
-    labels: Sequence[str],
+    labels: Sequence[str] | None,
     *,
     head: str = "classifier",
     seed: int = 0,
@@ -59,7 +59,7 @@ def with_classifier(
     It equals AutoModelForSequenceClassification of transformers for the family, or
     AutoModelForTokenClassification. BERT's pooler is kept if the model and the new head have it.
 
-    labels: the names of the classes
+    labels: the names of the classes; None: the one class of a cross-encoder (`sentences.rank`)
     head: "classifier" or "token_classifier"
     seed: of the new parameters
     pad_id: for a configuration without a pad_token_id, which transformers needs for batches
@@ -68,7 +68,9 @@ def with_classifier(
     family has none of this kind.
     """
     require_one_of("with_classifier: head", head, HEADS)
-    if len(labels) < 2 or len(set(labels)) < len(labels):
+    if labels is None:
+        labels = ("LABEL_0",)
+    elif len(labels) < 2 or len(set(labels)) < len(labels):
         raise ValueError(f"with_classifier: labels must be two or more, all different: {labels}")
     source = getattr(model, "hf_config", None) or {}
     family = FAMILIES.get(source.get("model_type", ""))

@@ -12,6 +12,7 @@ from xformer import backends, training, tree
 from xformer.backends import Backend
 from xformer.finetune import lora
 from xformer.finetune.base import Example, Task, TaskLoss
+from xformer.finetune.measures import measure
 from xformer.finetune.pairs import Contrastive
 from xformer.finetune.saving import clear, save
 from xformer.optim import Optimiser
@@ -35,6 +36,8 @@ def train(
 ) -> Iterator[Step]:
     """Yield the steps of `training.train` on a task's examples. Frozen parameters do not change.
 
+    At each validation, a step of a classifier or a tagger has its accuracy and F1 (`measure`).
+
     All fields of config have the meaning that they have in `training.train`. With
     config.accumulate, a step has the gradients of one large batch, up to rounding; but a
     contrastive loss has negatives from one batch only.
@@ -54,7 +57,24 @@ def train(
         batches += _source("train", task, held_out, config).held_out()
     options: Any = {"held_out": batches, "optimiser": optimiser, "donate": donate, "world": world}
     state = params if isinstance(params, State) else training.start(params, config, optimiser)
-    return training.train(TaskLoss(task), state, source, config, backend, **options)
+    steps = training.train(TaskLoss(task), state, source, config, backend, **options)
+    return _measured(steps, task, held_out, config, backend) if held_out else steps
+
+
+def _measured(
+    steps: Iterator[Step],
+    task: Task,
+    held_out: Sequence[Example],
+    config: TrainConfig,
+    backend: str | Backend,
+) -> Iterator[Step]:
+    """The steps, with `measure` of the examples at each validation."""
+    for step in steps:
+        found = None
+        if step.validation is not None:
+            options = {"batch_size": config.batch_size}
+            found = measure(task, step.state.averaged, held_out, backend, **options)
+        yield step._replace(measures=found)
 
 
 def run(

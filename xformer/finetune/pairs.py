@@ -78,21 +78,35 @@ class ClassifyPairs(Classify):
         Of a pair of more than max_len tokens the longer text is cut. ValueError for texts without
         tokens and a bad label.
         """
-        pair = fields["text"], fields["text_pair"]
-        found = self.tokenizer.encoding(*pair, max_len=self.max_len)
-        if not found.ids:
-            raise ValueError("the texts have no token")
-        is_cut = len(found.ids) == self.max_len < len(self.tokenizer.encoding(*pair).ids)
-        targets = np.asarray([self._label(fields["label"]), *found.types], np.int64)
-        return [Example(self._known(found.ids), targets, is_cut)]
+        label = np.int64(self._label(fields["label"]))
+        return [pair_example(self, (fields["text"], fields["text_pair"]), label)]
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
         """A batch of pairs and the numbers of their classes; with types if the model has them."""
-        whole = super().batch([e._replace(targets=e.targets[0]) for e in examples], rng)
-        if self.model.embed.n_types < 2:
-            return whole
-        types, _ = padded([e.targets[1:] for e in examples])
-        return whole._replace(masks=whole.masks | {"types": types})
+        return pair_batch(self, examples, np.int64)
+
+
+def pair_example(task: Task, pair: tuple[str, str], target: np.generic) -> Example:
+    """The example of a pair of texts, whose targets are `target` and then the token types.
+
+    Of a pair of more than max_len tokens the longer text is cut. ValueError for texts without
+    tokens.
+    """
+    found = task.tokenizer.encoding(*pair, max_len=task.max_len)
+    if not found.ids:
+        raise ValueError("the texts have no token")
+    is_cut = len(found.ids) == task.max_len < len(task.tokenizer.encoding(*pair).ids)
+    targets = np.asarray([target, *found.types], target.dtype)
+    return Example(task.known_ids(found.ids), targets, is_cut)
+
+
+def pair_batch(task: Task, examples: Sequence[Example], dtype: Any) -> Batch:
+    """The batch of examples of `pair_example`; with types if the model has them."""
+    tokens, mask = padded([e.tokens for e in examples])
+    targets, masks = np.asarray([e.targets[0] for e in examples], dtype), {"mask": mask}
+    if task.model.embed.n_types > 1:
+        masks["types"], _ = padded([e.targets[1:].astype(np.int64) for e in examples])
+    return Batch((tokens, targets), masks, len(targets), int(mask.sum()))
 
 
 class Seq2Seq(Task):

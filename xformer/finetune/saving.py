@@ -12,9 +12,11 @@ from xformer import pretrained
 from xformer.files import PART, replacing
 from xformer.finetune import peft
 from xformer.finetune.lora import adapters, merge
+from xformer.models import Classifier
 from xformer.pretrained.files import GENERATION
-from xformer.pretrained.reading import opened
+from xformer.pretrained.reading import PretrainedError, opened
 from xformer.pretrained.tokenizer_config import class_of, settings
+from xformer.sentences.rank_settings import rank_settings
 from xformer.sentences.settings import settings_files
 
 ADAPTER = "adapter"
@@ -76,7 +78,19 @@ def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any =
     if base is not None:
         has_generation = getattr(model, "generation_config", None) is not None
         _copy([] if has_generation else [GENERATION], base, target)
-        _copy(settings_files(base), base, target)
+        if _describes(base, model):
+            _copy(settings_files(base), base, target)
+
+
+def _describes(base: Path, model: Any) -> bool:
+    """Whether the settings in a folder are of a model. Those of embeddings are no classifier's."""
+    if not isinstance(getattr(model, "head", None), Classifier):
+        return True
+    try:
+        rank_settings(base)
+    except PretrainedError:
+        return False
+    return True
 
 
 def _copy(names: Iterable[str], source: Path, target: Path) -> None:

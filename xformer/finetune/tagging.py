@@ -45,7 +45,7 @@ class TagWords(Task):
             targets[token] = numbers[word]
         if (targets == IGNORED).all():
             raise ValueError("no word has a token")
-        return [Example(self._known(found.ids), targets, is_cut)]
+        return [Example(self.known_ids(found.ids), targets, is_cut)]
 
 
 def _first_tokens(words: list[str], found: Encoding, is_cut: bool) -> Iterator[tuple[int, int]]:

@@ -14,9 +14,10 @@ from typing import Any
 from xformer import pretrained
 from xformer.checks import require_one_of
 from xformer.finetune.base import LONGEST, Example, Task, context_of
-from xformer.finetune.data import Record, first_fields
+from xformer.finetune.data import LABEL, SCORE, Record, first_fields
 from xformer.finetune.language import Causal, Completion, Masked
 from xformer.finetune.pairs import Classify, ClassifyPairs, Contrastive, Seq2Seq
+from xformer.finetune.ranking import Rank
 from xformer.finetune.tagging import TagWords
 from xformer.pretrained.files import CONFIG
 from xformer.pretrained.foreign import require_model
@@ -31,6 +32,7 @@ TASKS: dict[str, type[Task]] = {
     "contrastive": Contrastive,
     "classify-pairs": ClassifyPairs,
     "tag": TagWords,
+    "rank": Rank,
 }
 
 
@@ -51,11 +53,13 @@ def task(name: str, model: Any, tokenizer: Any, max_len: int | None = None, **op
 def suited(data: str | os.PathLike[str], model: str | os.PathLike[str]) -> str:
     """The name of the task that fits the fields of a file's first record and the model in a folder.
 
-    It is the first of prefix, classify-pairs, classify, seq2seq, contrastive and tag whose fields
-    the record has. Otherwise it is masked for a masked language model, and causal for other models.
+    It is the first of prefix, classify-pairs, classify, seq2seq, contrastive, tag and rank whose
+    fields the record has. Otherwise it is masked for a masked language model, and causal for other
+    models.
     """
     fields = set(first_fields(data))
-    for name in ("prefix", "classify-pairs", "classify", "seq2seq", "contrastive", "tag"):
+    fields |= {SCORE} if LABEL in fields else set()
+    for name in ("prefix", "classify-pairs", "classify", "seq2seq", "contrastive", "tag", "rank"):
         if fields >= set(TASKS[name].fields):
             return name
     folder = Path(model)

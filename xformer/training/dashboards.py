@@ -19,7 +19,7 @@ from xformer.training.loop import Step
 # Name of the dashboard and of its extra -> the module to import. tensorboardX (3 MB) writes the
 # files; TensorBoard (88 MB) is needed only to look at them.
 MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-COLUMNS = ("loss", "validation", "lr", "norm")  # of the log
+COLUMNS = ("loss", "validation", "accuracy", "f1", "lr", "norm")  # of the log
 SUFFIX = ".xformer"  # of our files of TensorBoard
 EVENTS = re.compile(rf"events\.out\.tfevents\.\d+\.[^ ]+{re.escape(SUFFIX)}")  # their names
 PAUSE = 5.0  # seconds between flushes of them

@@ -65,6 +65,11 @@ def fields(line: str, names: Sequence[str]) -> dict[str, Any]:
         data = json.loads(line)
     except ValueError as error:
         raise ValueError(f"is no valid JSON: {error}") from error
+    return named(data, names)
+
+
+def named(data: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The named fields of an object. ValueError if it is none, or if one is missing."""
     if not isinstance(data, dict):
         raise ValueError(f"must be a JSON object, got {type(data).__name__}")
     for name in names:

@@ -15,12 +15,13 @@ from xformer.files import aside, replacing
 from xformer.training.loop import Step
 
 LOG = "log.jsonl"
-UNLOGGED = ("state", "processes")  # fields of a step
+UNLOGGED = ("state", "processes", "measures")  # fields of a step that are no column
 
 
 def numbers_of(step: Step) -> dict[str, Any]:
     """The numbers of a step, by column. Those that are not finite are None: JSON has none."""
     numbers = {name: value for name, value in step._asdict().items() if name not in UNLOGGED}
+    numbers |= step.measures or {}
     for name, value in numbers.items():
         if isinstance(value, float) and not math.isfinite(value):
             numbers[name] = None

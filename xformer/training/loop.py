@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -58,6 +58,7 @@ class Step(NamedTuple):
     validation: float | None  # nats per target; None if it was not measured
     state: State  # after the step; if states are donated, valid until the next step
     processes: int = 1  # that made the step together
+    measures: Mapping[str, float] | None = None  # of a validation, beside the loss
 
     @property
     def params(self) -> Any:
