@@ -72,7 +72,7 @@ class Eager:
         if not self.op.has_backward:
             return _values(results)
         y, cache = results
-        return _values(y), None if cache is None else Saved(cache)
+        return _values(y), None if cache is None else Saved(self.__name__, [cache])
 
     def unsupported(self, *args: Any, **options: Any) -> str | None:
         """Return why no program can run this call, or why NumPy's kernels are faster; else None."""
@@ -108,17 +108,20 @@ class Eager:
 class Saved(NamedTuple):
     """The cache of an op."""
 
-    cache: Any  # the kernel's cache, with NumPy arrays instead of the program's `Traced` arrays
+    op_name: str
+    # The kernel's cache, with NumPy arrays instead of the program's `Traced` arrays. It is in a
+    # list, so that it is no node of a model's cache beside this one.
+    kept: list[Any]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.cache, name)
+        return getattr(self.kept[0], name)
 
     def backward(self, *dys: Any, ready: Ready | None = None) -> Any:
         """Return the gradients in new arrays. A dy of 1, as of a loss, is not multiplied with.
 
         ready: of `BlocksCache.backward`, for the op `blocks`, but called at the end, for all blocks
         """
-        call = _Call(_backward, (self.cache, *map(_gradient, dys), {}), shares=False)
+        call = _Call(_backward, (self.kept[0], *map(_gradient, dys), {}), shares=False)
         program = call.program()
         if isinstance(program, str):
             raise TypeError(f"backward: {program}")

@@ -90,8 +90,9 @@ def _any_run_again(node: Any) -> str | None:
 
 
 def op_of(node: Any) -> str:
-    """The op of an op's cache: the name of its file."""
-    return type(node).__module__.rpartition(".")[2]
+    """The op of an op's cache: `op_name`, which some kernels' caches have, or the file's name."""
+    name: str = getattr(node, "op_name", type(node).__module__.rpartition(".")[2])
+    return name
 
 
 def replaced(fn: Callable[[str, Any], Any], cache: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer.backward.addresses import op_of
 from xformer.backward.summands import Each, Product, Summands, each_of, rows
 from xformer.checks import require_gradient
 from xformer.layers.linear import BiasParams
@@ -136,8 +137,8 @@ class _Times(NamedTuple):
 def _of_examples(cache: Any, dctx: Array, n: int) -> list[Any]:
     if not hasattr(cache, "probs"):
         raise ValueError(
-            f"per_example: a kernel of {type(cache).__module__.rpartition('.')[2]} ran, which does "
-            "not save the probabilities: run the forward within xf.reference_only()"
+            f"per_example: a kernel of {op_of(cache)} ran, which does not save the probabilities: "
+            "run the forward within xf.reference_only()"
         )
     xp = array_namespace(dctx)
     changed = {name: getattr(cache, name) for name in ("q", "k", "v", "probs")}
