@@ -73,6 +73,7 @@ if repository:
     html_theme_options |= {"source_branch": "main", "source_directory": ""}
 html_static_path = ["static", f"{_mathjax}/static/mathjax/tex-svg.js"]
 html_css_files = ["site.css"]
+html_search_scorer = str(pathlib.Path(__file__).parent / "static/scorer.js")
 html_additional_pages = {"index": "redirect.html"}
 templates_path = ["templates"]
 html_copy_source = False

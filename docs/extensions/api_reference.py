@@ -4,7 +4,8 @@
     ```
 
 Public names are those of `__all__`; without it, what the module defines without an underscore.
-Docstrings of this project are plain text, which is turned into reStructuredText here.
+Docstrings of this project are plain text, which is turned into reStructuredText here, and their
+formulas into TeX (`formulas`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import inspect
 import itertools
 import pathlib
 import re
+from collections.abc import Set
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from formulas import START, parts
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.inspect import stringify_signature
@@ -123,18 +126,20 @@ ARGUMENTS = re.compile(r"(\*{0,2}[a-z_]\w*(?:, \*{0,2}[a-z_]\w*)*)(: )")
 STARTS = re.compile(rf"{ARGUMENTS.pattern}|- |[A-Z]\w+: docs/")
 
 
-def plain(text: str, names: dict[str, str]) -> list[str]:
+def plain(text: str, names: dict[str, str], words: Set[str] = frozenset()) -> list[str]:
     """Plain text as reStructuredText: paragraphs, lines, code; nothing is markup but backticks.
 
     names: what in backticks becomes a link, and to which public name
+    words: the arguments, which formulas may have
     """
+    words = words | {match[1].split("(")[0].split("_")[0] for match in START.finditer(text)}
     lines: list[str] = []
     for block in re.split(r"\n\s*\n", inspect.cleandoc(text)):
-        lines += [*_block(block.split("\n"), names), ""]
+        lines += [*_block(block.split("\n"), names, words), ""]
     return lines
 
 
-def _block(lines: list[str], names: dict[str, str]) -> list[str]:
+def _block(lines: list[str], names: dict[str, str], words: Set[str]) -> list[str]:
     if not any(lines):
         return []
     code = inspect.cleandoc("\n".join(lines))
@@ -149,10 +154,10 @@ def _block(lines: list[str], names: dict[str, str]) -> list[str]:
         else:
             joined.append(line.strip())
     if all(line.startswith("- ") for line in joined):
-        return [f"- {_inline(line[2:], names)}" for line in joined]
+        return [f"- {_inline(line[2:], names, words)}" for line in joined]
     if len(joined) == 1:
-        return ["\\ " + _inline(joined[0], names)]
-    return [f"| {_inline(line, names)}" for line in joined]
+        return ["\\ " + _inline(joined[0], names, words)]
+    return [f"| {_inline(line, names, words)}" for line in joined]
 
 
 def _is_code(text: str) -> bool:
@@ -164,23 +169,23 @@ def _is_code(text: str) -> bool:
     return ast.AnnAssign not in kinds and bool(kinds & {ast.Call, ast.Assign})
 
 
-def _inline(line: str, names: dict[str, str]) -> str:
+def _inline(line: str, names: dict[str, str], words: Set[str]) -> str:
     """One line, of one or several parts such as "x: (..., I)   w: (I, O)"."""
-    return "\u2003\u2003".join(_part(part, names) for part in re.split(r" {2,}", line))
+    return "\u2003\u2003".join(_part(part, names, words) for part in re.split(r" {2,}", line))
 
 
-def _part(text: str, names: dict[str, str]) -> str:
+def _part(text: str, names: dict[str, str], words: Set[str]) -> str:
     out = ""
     if match := ARGUMENTS.match(text):
         out = ", ".join(f"``{name}``" for name in match[1].split(", ")) + ": "
         text = text[match.end() :]
-    parts = re.split(r"`(\S|\S[^`]*\S)`", text)
-    for i, part in enumerate(parts):
+    for i, part in enumerate(re.split(r"`(\S|\S[^`]*\S)`", text)):
         if i % 2:
             code = f":py:obj:`{part} <{names[part]}>`" if part in names else f"``{part}``"
             out += f"\\ {code}\\ "
         else:
-            out += _escaped(part)
+            for is_formula, piece in parts(part, words):
+                out += f"\\ :math:`{piece}`\\ " if is_formula else _escaped(piece)
     return out
 
 
@@ -199,11 +204,14 @@ def _links(module: str, obj: Any = None) -> dict[str, str]:
     names = {path: path for path in PUBLIC}
     names |= {path.removeprefix("xformer."): path for path in PUBLIC}
     names |= {path.removeprefix(f"{module}."): path for path in PUBLIC}
+    return {name: path for name, path in names.items() if name not in _parameters(obj)}
+
+
+def _parameters(obj: Any) -> set[str]:
     try:
-        parameters = inspect.signature(obj).parameters
+        return set(inspect.signature(obj).parameters)
     except (TypeError, ValueError):
-        parameters = {}
-    return {name: path for name, path in names.items() if name not in parameters}
+        return set()
 
 
 def docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -211,7 +219,7 @@ def docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: 
     if inspect.isclass(obj) and text.startswith(f"{obj.__name__}("):
         text = ""  # Python's own, of a dataclass or NamedTuple without a docstring
     module = max((m for m in MODULES if name.startswith(f"{m}.")), key=len)
-    lines[:] = plain(text, _links(module, obj))
+    lines[:] = plain(text, _links(module, obj), _parameters(obj))
 
 
 def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
