@@ -250,6 +250,14 @@ def test_similarity(library: Backend) -> None:
     assert near(got, np.concatenate([a @ b[:1].T / lengths, np.zeros((3, 1))], axis=1))
     own = library.to_numpy(similarity(library.asarray(a)))
     assert near(np.diag(own), 1) and near(own, own.T)
+    gaps = a[:, None] - b
+    for name, want in {
+        "dot": a @ b.T,
+        "euclidean": -((gaps**2).sum(-1) ** 0.5),
+        "manhattan": -abs(gaps).sum(-1),
+    }.items():
+        got = library.to_numpy(similarity(library.asarray(a), library.asarray(b), name=name))
+        assert near(got, want), name
 
 
 def test_similarity_of_other_shapes() -> None:

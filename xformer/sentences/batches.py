@@ -109,7 +109,8 @@ class FirstItems:
     def add(self, numbers: list[int]) -> tuple[int, int]:
         """The first `end` items are finished now, and the first `start` were before."""
         self.finished[numbers] = True
-        start, self.end = self.end, int(np.argmin(self.finished))
+        start = self.end
+        self.end += int(np.argmin(self.finished[start:]))
         return start, self.end
 
 

@@ -184,6 +184,6 @@ def similarity(a: Array, b: Array | None = None, *, name: str = "cosine") -> Arr
     for i in range(a.shape[0]):  # all at once would need N M D numbers
         gaps = xp.abs(b - a[i : i + 1, :])
         far = xp.sum(gaps, axis=1) if name == "manhattan" else xp.sqrt(xp.sum(gaps**2, axis=1))
-        rows.append(-far)
+        rows.append(0 - far)  # -0.0 would be shown as such
     distances: Array = xp.stack(rows) if rows else a @ b.mT
     return distances
