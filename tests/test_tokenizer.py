@@ -370,6 +370,42 @@ def test_transformers_loads_what_is_saved(tmp_path: Path) -> None:
     assert theirs.pad_token_id == ours.pad_id and theirs.eos_token_id == ours.eos_id
 
 
+MADE: dict[str, Any] = {"bert": word_piece, "roberta": lambda p: byte_level(p, *ROBERTA)}
+CLASSES = [
+    ("bert", "BertTokenizer", {"model_max_length": 7}),
+    ("bert", "DistilBertTokenizer", {"model_max_length": 9, "padding_side": "left"}),
+    ("bert", "PreTrainedTokenizerFast", {"model_input_names": ["input_ids", "attention_mask"]}),
+    ("roberta", "RobertaTokenizer", {"add_prefix_space": True}),
+    ("roberta", "GPT2Tokenizer", {"chat_template": "{{ messages }}"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "keys"), CLASSES)
+def test_transformers_makes_the_same_inputs_of_what_is_saved(
+    kind: str, name: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    tokenizer(MADE[kind](old)).save(old)
+    for path in (*old.glob("vocab.*"), *old.glob("merges.txt")):
+        path.unlink()
+    configured(old, {"tokenizer_class": name, **keys})
+    ours = tokenizer(old)
+    ours.save(new)
+    before, after = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (old, new))
+    for text in TEXTS:
+        assert dict(after(text, text)) == dict(before(text, text))
+        assert after(text)["input_ids"] == ours.encode(text)
+    kept = ("model_max_length", "padding_side", "chat_template", "cls_token", "sep_token")
+    assert [getattr(after, key) for key in kept] == [getattr(before, key) for key in kept]
+    # transformers 4 changes the pre-tokenizer of tokenizer.json unless the key agrees.
+    spaced = json.loads((new / "tokenizer_config.json").read_text())["add_prefix_space"]
+    assert spaced is keys.get("add_prefix_space", False)
+    again = tokenizer(new)
+    assert again.encoding("hello", "hello").types == ours.encoding("hello", "hello").types
+
+
 def test_padding_and_truncation_of_a_file_are_the_callers_now(tmp_path: Path) -> None:
     word_piece(tmp_path)
     inner = tokenizer(tmp_path)._inner

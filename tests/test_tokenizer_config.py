@@ -335,6 +335,15 @@ def test_a_list_beside_an_object_of_tokens(tmp_path: Path, where: str) -> None:
     assert len(ids) == 3 and own.unk_id not in ids and set(ids[1:]) <= own.special_ids
 
 
+def test_a_decoder_pads_at_the_left_after_saving_too(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    write(tmp_path / "old", "pieces", config(LLAMA))
+    tokenizer(tmp_path / "old").save(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert saved["padding_side"] == "left"
+    assert saved["model_input_names"] == ["input_ids", "attention_mask"]
+
+
 def test_null_for_the_space_before_a_text(tmp_path: Path) -> None:
     """Llama's class takes its default for it, as in the published files."""
     for name, keys in (("a", {}), ("b", {"add_prefix_space": None})):

@@ -24,6 +24,14 @@ USUAL = {
     "mask_token": ("<mask>", "[MASK]"),
     "unk_token": ("<unk>", "[UNK]"),
 }
+ENDS = ("cls_token", "sep_token")
+PLAIN = "PreTrainedTokenizerFast"  # the class that follows tokenizer.json
+LEFT = ("LlamaTokenizer", "GemmaTokenizer")  # classes that pad at the left by default
+# Settings that `save` writes as they were read.
+KEPT = (
+    *("model_input_names", "model_max_length", "padding_side", "chat_template"),
+    "clean_up_tokenization_spaces",
+)
 
 
 def tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -82,8 +90,17 @@ class Tokenizer:
         inputs = config.texts("model_input_names", default=("token_type_ids",))
         self._marks_words = bool(getattr(inner.model, "continuing_subword_prefix", None))
         self._has_types = "token_type_ids" in inputs
-        self._tokens = {kind: self._token(kind, config, usual) for kind in USUAL}
-        ids = (inner.token_to_id(token) if token else None for token in self._tokens.values())
+        self._kept = {key: config.data[key] for key in KEPT if config.data.get(key) is not None}
+        self._tokens = {kind: self._token(kind, config, usual) for kind in (*USUAL, *ENDS)}
+        if str(config.data.get("tokenizer_class")).removesuffix("Fast") in LEFT:
+            self._kept.setdefault("padding_side", "left")
+        is_plain = config.data.get("tokenizer_class") in (None, PLAIN) and ENDS[0] not in usual
+        if "model_input_names" not in self._kept and not is_plain:
+            has_types = self._tokens[ENDS[0]] is not None and any(inner.encode("a", "a").type_ids)
+            names = ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"]
+            self._kept["model_input_names"] = names
+        tokens = (self._tokens[kind] for kind in USUAL)
+        ids = (inner.token_to_id(token) if token else None for token in tokens)
         self.bos_id, self.eos_id, self.pad_id, self.mask_id, self.unk_id = ids
         self.guessed = frozenset(USUAL.keys() - config.data.keys())
         added = inner.get_added_tokens_decoder().items()
@@ -209,12 +226,17 @@ class Tokenizer:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `tokenizer.json`, and `tokenizer_config.json` if the folder has none.
 
-        tokenizer_config.json has the special tokens and the settings. An interrupted write leaves
-        the old files.
+        tokenizer_config.json has the special tokens and the settings. transformers makes the same
+        inputs of a model from these files. An interrupted write leaves the old files.
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self._tokens}
+        tokens = {k: token for k, token in self._tokens.items() if k in USUAL or token is not None}
+        config: dict[str, Any] = {"tokenizer_class": PLAIN, **tokens}
+        config |= self._kept
+        before = self._inner.pre_tokenizer  # transformers 4 changes it unless the key agrees
+        state = {} if before is None else json.loads(before.__getstate__())
+        config["add_prefix_space"] = bool(state.get("add_prefix_space", False))
         config["truncation_side"] = self.truncation_side
         config["split_special_tokens"] = self.split_special_tokens
         texts = {target / "tokenizer.json": self.to_json()}
@@ -226,7 +248,7 @@ class Tokenizer:
 
     def _token(self, kind: str, config: Config, usual: Mapping[str, str | None]) -> str | None:
         """The token of a kind if the vocabulary has it: configured, of the class, or usual."""
-        names: Iterable[str | None] = USUAL[kind]
+        names: Iterable[str | None] = USUAL.get(kind, ())
         if kind in config.data or kind in usual:
             names = [content(config, kind) if kind in config.data else usual[kind]]
         return next((n for n in names if n and self._inner.token_to_id(n) is not None), None)

@@ -59,6 +59,7 @@ def by_batch(
     batch_size: int,
     progress: Progress | None,
     finished: Finished | None = None,
+    nonzero: bool = False,
 ) -> np.ndarray:
     """The rows (N, width) of all texts, in their order, by `forward` in batches.
 
@@ -73,6 +74,7 @@ def by_batch(
     progress: called with the number of texts after each batch
     finished: called with the number of a text and the rows from this text on, when they and the
         rows of all texts before are computed. Then a batch has texts of one of the `GROUPS` only
+    nonzero: ValueError for a row of zeros
     For the other arguments and errors see `embed`.
     """
     require_parts(what, params, tokenizer)
@@ -91,6 +93,11 @@ def by_batch(
     in_order = finished is not None
     for numbers, rows in outputs(params, fields, forward, limit, batch_size, in_order=in_order):
         y[numbers] = rows
+        if nonzero and len(zeros := np.flatnonzero(~rows.any(axis=1))):
+            raise ValueError(
+                f"{what}: the vector of text {numbers[zeros[0]] + 1} is zero; are the weights of "
+                "the model zeros?"
+            )
         if progress is not None:
             progress(len(numbers))
         start, end = first.add(numbers)

@@ -90,7 +90,7 @@ def embed(
     run = _vectors(model, how, skip, activations, truncate_dim, normalize)
     maps = maps_like(params, modules)
 
-    vectors = by_batch(
+    return by_batch(
         "embed",
         model,
         params,
@@ -104,13 +104,8 @@ def embed(
         batch_size=batch_size,
         progress=progress,
         finished=finished,
+        nonzero=True,
     )
-    zero = np.flatnonzero(~vectors.any(axis=1))
-    if len(zero):
-        raise ValueError(
-            f"embed: the vector of text {zero[0] + 1} is zero; are the weights of the model zeros?"
-        )
-    return vectors
 
 
 def pooling_of(
