@@ -111,6 +111,61 @@ def test_one_process_at_a_time_keeps_machine_code(tmp_path: Path) -> None:
     assert vectors.vector_matrix._cache.save_overload.func is compiled._save
 
 
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[: len(data) // 2],
+    "garbage": lambda data: b"garbage" * 100,
+    "one bit": lambda data: data[:-99] + bytes([data[-99] ^ 1]) + data[-98:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+def test_damaged_machine_code_counts_as_missing(damage: str, ending: str, tmp_path: Path) -> None:
+    file = compiled._CacheFile(str(tmp_path), "f", "sources")
+    file.save("key", bytes(200))
+    assert file.load("key") == bytes(200)
+    (path,) = tmp_path.glob(f"*.{ending}")
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    assert file.load("key") is None
+    file.save("key", bytes(300))
+    assert file.load("key") == bytes(300)
+    assert compiled._CacheFile(str(tmp_path), "f", "other sources").load("key") is None
+
+
+def test_damaged_machine_code_is_compiled_again(tmp_path: Path) -> None:
+    """And it is written over, so that the next process finds it."""
+    folder = tmp_path / "loops"
+    folder.mkdir()
+    shutil.copy(compiled.__file__, folder / "compiled.py")
+    begin = "from loops.compiled import rowwise\n@rowwise\ndef one(x):\n    return x + 1\n"
+    (folder / "code.py").write_text(begin, encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    env |= {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    code = "from loops.code import one; print(one(0), sum(one.stats.cache_hits.values()))"
+
+    def run() -> str:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        return done.stdout or done.stderr[-2000:]
+
+    assert [run(), run()] == ["1 0\n", "1 1\n"]
+    (index,) = (tmp_path / "cache").rglob("*.nbi")
+    index.write_bytes(b"")
+    assert [run(), run()] == ["1 0\n", "1 1\n"]
+
+
+def test_without_a_compiler() -> None:
+    """With NUMBA_DISABLE_JIT the backend says it; `xf.compile` calls the function itself."""
+    code = "import numpy as np, xformer as xf; step = xf.compile(lambda x: 2 * x)\n"
+    code += "print(step(np.ones(3))[0], step.explain()); xf.kernels('numba').__enter__()"
+    env = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout == (
+        "2.0 backend numpy compiles nothing here: the function is called as it is\n"
+    )
+    assert "backend numba cannot be used: the environment variable NUMBA_DISABLE_JIT" in done.stderr
+
+
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_adam(layout: Callable[[Any], Any], donate: bool) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -13,10 +15,17 @@ from typing import Any
 import numba
 import numpy as np
 from numba.core import sigutils
+from numba.core.caching import IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
 from xformer.backends.base import Unusable
 from xformer.lock import locked
+
+if numba.config.DISABLE_JIT:
+    raise Unusable(
+        "backend numba cannot be used: the environment variable NUMBA_DISABLE_JIT is set, so numba "
+        "compiles nothing"
+    )
 
 # LLVM's fast-math flags. Both sets treat NaN and infinity exactly. ROWS lets LLVM reorder sums, but
 # not fuse products with sums (a b - c must be 0 if c is a b), and not replace quotients by
@@ -24,6 +33,7 @@ from xformer.lock import locked
 ELEMENTS, ROWS = {"contract", "nsz", "afn"}, {"reassoc", "nsz", "afn"}
 FEW = 32  # rows that are summed one after the other; adding up these sums is more exact
 LOG2_E = np.float32(math.log2(math.e))
+DIGEST = 32  # bytes of a SHA-256
 ROUND = np.float32(1.5 * 2**23 + 127)  # adding it to a small float32 rounds to a whole number
 
 
@@ -67,8 +77,7 @@ def _compiled(fn: Any, fastmath: set[str]) -> Any:
     """Return `fn` as a numba function with a cache on disk."""
     with _folder():
         dispatcher = numba.njit(nogil=True, cache=True, **_options(fastmath))(fn)
-    if hasattr(dispatcher, "_cache"):  # it has none if NUMBA_DISABLE_JIT is set
-        _adapt_cache(dispatcher._cache)
+    _adapt_cache(dispatcher._cache)
     return dispatcher
 
 
@@ -94,12 +103,51 @@ def _adapt_cache(cache: Any) -> None:
 
     Writes take a lock, because several processes may write at once. Machine code on disk is valid
     while all Python files of this folder are unchanged. numba checks only the file of the function,
-    but the machine code includes functions of other files.
+    but the machine code includes functions of other files. Damaged files count as missing.
 
     cache: the `_cache` of a numba dispatcher
     """
     cache.save_overload = partial(_save, cache.save_overload, Path(cache.cache_path))
+    cache._cache_file.__class__ = _CacheFile
     cache._cache_file._source_stamp = _sources()
+
+
+class _CacheFile(IndexDataCacheFile):
+    """numba's files of a function, each with a digest of its bytes and numba's version at its end.
+
+    Machine code of which a byte is wrong would end the process. A file that is empty, cut or
+    changed, or cannot be read, counts as missing: numba compiles again, and writes it over.
+    """
+
+    def _load_index(self) -> dict[Any, str]:
+        found = self._read(self._index_path)
+        return found[1] if found is not None and found[0] == self._source_stamp else {}
+
+    def _save_index(self, overloads: dict[Any, str]) -> None:
+        self._write(self._index_path, (self._source_stamp, overloads))
+
+    def _load_data(self, name: str) -> Any:
+        return self._read(self._data_path(name))
+
+    def _save_data(self, name: str, data: Any) -> None:
+        self._write(self._data_path(name), data)
+
+    def _digest(self, data: bytes) -> bytes:
+        return hashlib.sha256(self._version.encode() + data).digest()
+
+    def _read(self, path: str) -> Any:
+        """Return what a file holds; None if it is missing or damaged."""
+        try:
+            data = Path(path).read_bytes()
+        except OSError:
+            return None
+        data, digest = data[:-DIGEST], data[-DIGEST:]
+        return pickle.loads(data) if self._digest(data) == digest else None
+
+    def _write(self, path: str, value: Any) -> None:
+        data = self._dump(value)
+        with self._open_for_write(path) as file:
+            file.write(data + self._digest(data))
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from xformer.backends.numba.tuning import DEPTH
 def _lanes() -> int:
     """Return how many float32 numbers one fused multiply-add of this core takes; 0 if unknown."""
     config = numba.config
-    if platform.machine().lower() not in ("x86_64", "amd64") or config.DISABLE_JIT:
+    if platform.machine().lower() not in ("x86_64", "amd64"):
         return 0
     if config.CPU_NAME or not config.ENABLE_AVX:
         return 0

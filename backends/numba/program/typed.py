@@ -27,7 +27,8 @@ from xformer.backends.numba.program.strided import AXES, loop_over, size_of, wor
 from xformer.backends.numba.program.traced import Traced
 
 DTYPES = {
-    name: i for i, name in enumerate(("bool", "uint8", "int32", "int64", "float32", "float64"))
+    np.dtype(name): i
+    for i, name in enumerate(("bool", "uint8", "int32", "int64", "float32", "float64"))
 }
 BOOL, UINT8, INT32, INT64, FLOAT32, FLOAT64 = range(6)
 CODES = {
@@ -57,7 +58,7 @@ def find_native(
 ) -> tuple[Native, list[Any]] | None:
     """Return the native form of the function `name`, and ins as arrays; None without a kernel."""
     code, arrays = CODES.get(ALIASES.get(name, name)), _arrays(ins)
-    dtypes: list[Any] = [DTYPES.get(x.dtype.name) for x in (out, *arrays)]
+    dtypes: list[Any] = [DTYPES.get(x.dtype) for x in (out, *arrays)]
     if code is None or None in dtypes or not out.size or not _matches_numpy(code, name, dtypes):
         return None
     layouts = [x.layout if isinstance(x, Traced) else x for x in (out, *arrays)]
