@@ -115,7 +115,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda data: b"",
     "cut": lambda data: data[: len(data) // 2],
     "garbage": lambda data: b"garbage" * 100,
-    "one bit": lambda data: data[:-99] + bytes([data[-99] ^ 1]) + data[-98:],
+    "one bit": lambda data: data[:9] + bytes([data[9] ^ 1]) + data[10:],
 }
 
 
