@@ -24,7 +24,7 @@ MOST_ROWS = 1 << 16  # of a table of positions
 
 
 @kernel(in_range, "onnx")
-def _in_range(ids: Array, *, size: int) -> bool:
+def _in_range(ids: Array, *, size: int, name: str = "ids") -> bool:
     return True  # known only in a run, where ONNX Runtime checks the ids
 
 

@@ -149,7 +149,7 @@ def tokens_of(config: Config) -> Tokens:
     }
     # In added_tokens.json only these tokens are special, as in transformers.
     special = {token.content for key in NAMED if (token := named.get(key))}
-    listed_tokens = []
+    listed_tokens: list[Any] = []
     for name in EXTRA:
         if isinstance(config.data.get(name), dict):
             parts = config.sub(name) or Config({})
