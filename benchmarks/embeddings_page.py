@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
+
 BEGIN, END = "<!-- run -->\n", "<!-- end -->\n"
 
 
@@ -14,7 +16,7 @@ def update(page: Path, result: Mapping[str, Any], path: Path) -> None:
     """Replace the result on `page` by `result`; path: of its JSON, for the link."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}{shown(page, result, path)}{END}{after}", encoding="utf-8")
+    report.replace(page, f"{before}{BEGIN}{shown(page, result, path)}{END}{after}")
 
 
 def shown(page: Path, result: Mapping[str, Any], path: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import machine, stored
+from benchmarks import machine, report, stored
 from benchmarks.embeddings_page import BEGIN, END
 from xformer import backends, finetune, pretrained, tree
 from xformer.finetune import Task, TrainConfig, lora
@@ -139,7 +139,7 @@ def update(page: Path, result: Mapping[str, Any], path: Path) -> None:
     _, _, after = rest.partition(END)
     link = Path(os.path.relpath(path, page.parent)).as_posix()
     shown = f"{text(result)}\n[All figures]({link}).\n"
-    page.write_text(f"{before}{BEGIN}{shown}{END}{after}", encoding="utf-8")
+    report.replace(page, f"{before}{BEGIN}{shown}{END}{after}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import harness, machine, stored
+from benchmarks import harness, machine, report, stored
 from benchmarks.embeddings_page import BEGIN, END
 from benchmarks.harness import Disagreement
 from xformer import backends, inference, pretrained
@@ -164,7 +164,7 @@ def update(page: Path, result: Mapping[str, Any], path: Path) -> None:
     _, _, after = rest.partition(END)
     link = Path(os.path.relpath(path, page.parent)).as_posix()
     shown = f"{text(result)}\n[All figures]({link}).\n"
-    page.write_text(f"{before}{BEGIN}{shown}{END}{after}", encoding="utf-8")
+    report.replace(page, f"{before}{BEGIN}{shown}{END}{after}")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from xformer.files import replacing
 
 
 def text(result: dict[str, Any]) -> str:
@@ -114,9 +115,8 @@ def write(result: dict[str, Any], path: Path) -> None:
 def replace(path: Path, text: str) -> None:
     """Write a file, as a whole or not at all; create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    with replacing(path) as (part,):
+        part.write_text(text, encoding="utf-8")
 
 
 def digits(ms: float) -> str:

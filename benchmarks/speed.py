@@ -211,7 +211,7 @@ def put(page: Path, shown: str) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{page} must hold the lines {BEGIN.strip()} and {END.strip()}")
-    page.write_text(f"{before}{begin}{shown}{end}{after}", encoding="utf-8")
+    report.replace(page, f"{before}{begin}{shown}{end}{after}")
 
 
 def draw(machines: Sequence[Runs], path: Path) -> None:

@@ -80,6 +80,7 @@ def test_labels_of_a_table_are_names_unless_all_are_numbers(tmp_path: Path) -> N
         ("a,1\n", "a.csv: there is nothing in it to train on"),
         ("words,label\na,1\n", "a.csv: line 2: lacks 'text', it has 'words', 'label'"),
         ('text,label\n"a,1\n', "a.csv: line 2: unexpected end of data"),
+        (f"text,label\n{'a' * 200_000},1\n", r"line 2: field larger .*; a \.jsonl file may have"),
         ("text,label\n,1\n", "a.csv: line 2: text must be a text that is not empty, got ''"),
     ],
 )

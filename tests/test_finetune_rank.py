@@ -131,7 +131,8 @@ def test_the_result_ranks_as_in_sentence_transformers(
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["index"], one["score"]) for one in printed] == [one[:2] for one in found]
     judge = pytest.importorskip("sentence_transformers", reason="the judge is not installed")
-    theirs = judge.CrossEncoder("new", device="cpu").rank("abc", TEXTS)
+    path = str(Path("new").absolute())  # of a relative path it asks the Hub first
+    theirs = judge.CrossEncoder(path, device="cpu").rank("abc", TEXTS)
     assert [one.index for one in found] == [one["corpus_id"] for one in theirs]
     scores = [one["score"] for one in theirs]
     np.testing.assert_allclose([one.score for one in found], scores, rtol=1e-5)

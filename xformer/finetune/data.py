@@ -148,7 +148,8 @@ def _rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
             else:
                 yield where, dict(zip(names, row, strict=True))
     except csv.Error as error:
-        raise ValueError(f"{file}: line {reader.line_num}: {error}") from error
+        hint = "; a .jsonl file may have longer ones" if "field limit" in str(error) else ""
+        raise ValueError(f"{file}: line {reader.line_num}: {error}{hint}") from error
 
 
 def _fields(data: Any, names: Sequence[str]) -> dict[str, Any]:
