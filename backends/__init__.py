@@ -17,7 +17,7 @@ import sys
 from types import ModuleType
 
 from xformer.backends.base import INSTALL_CUDA, Backend, Generator, Memory, Unusable
-from xformer.checks import require_one_of
+from xformer.choices import require_one_of
 from xformer.dispatch import chosen_kernels, library_of, package_of, plugins
 from xformer.typing import Array
 

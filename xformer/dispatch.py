@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
+from xformer.choices import did_you_mean, require_one_of
 from xformer.showing import short
 
 P = ParamSpec("P")
@@ -158,8 +159,6 @@ class Overridable(Generic[P, R]):
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            from xformer.checks import did_you_mean  # which imports this module
-
             known = {
                 n: n + "=" * (p.kind == p.KEYWORD_ONLY) for n, p in signature.parameters.items()
             }
@@ -384,8 +383,6 @@ def kernels(name: Any) -> Iterator[None]:
     """
     name = getattr(name, "name", name)
     if name not in _SETS:
-        from xformer.checks import require_one_of  # which imports this module
-
         require_one_of("kernels: name", name, _SETS)
     if name != "numpy":
         _require_usable(name)

@@ -26,7 +26,8 @@ import numpy as np
 from xformer import backends, optim, tree
 from xformer.backends.numpy.stand_in import Tally, stand_in
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
-from xformer.checks import require_one_of, require_sizes
+from xformer.checks import require_sizes
+from xformer.choices import require_one_of
 from xformer.initializers import Shapes
 from xformer.measure import arguments, saved_by_part, step_loss
 from xformer.models import EncoderDecoder

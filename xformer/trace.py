@@ -27,7 +27,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import backends, tree
 from xformer.backward.addresses import with_methods
-from xformer.checks import require_one_of
+from xformer.choices import require_one_of
 from xformer.dispatch import Overridable, observed, observer
 from xformer.shapes import FLOATING, dtype_name
 from xformer.typing import Array

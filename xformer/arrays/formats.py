@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from xformer.checks import require_one_of
+from xformer.choices import require_one_of
 from xformer.ops import RandomKey, random_bits
 from xformer.ops.random_bits import require_key
 from xformer.shapes import require_array

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from xformer.checks import did_you_mean
+from xformer.choices import did_you_mean
 from xformer.dispatch import NoCache, ops
 
 UNFUSED = "run the forward within xf.unfused()"

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from xformer import backends
-from xformer.checks import require_one_of, require_sizes
+from xformer.checks import require_sizes
+from xformer.choices import require_one_of
 from xformer.cli.models import LoadedModel, enable_float64, opened, start_id
 from xformer.cli.parser import Parser
 from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.arrays.onnx import Array, Graph, NotExported
-from xformer.checks import require_one_of, require_sizes
+from xformer.checks import require_sizes
+from xformer.choices import require_one_of
 
 
 class Input(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from xformer import backends, pretrained, tree
-from xformer.checks import require_one_of
+from xformer.choices import require_one_of
 from xformer.finetune.data import LABEL, Record
 from xformer.initializers import normal
 from xformer.models import Classifier, LanguageModel, Pooler, TokenClassifier

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from xformer import layers, ops
 from xformer.backends import Generator
-from xformer.checks import finite, number, plain_numbers, require_one_of
+from xformer.checks import finite, number, plain_numbers
+from xformer.choices import require_one_of
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import AttentionParams, KeyValue, attention
 from xformer.layers.attention_config import AttentionConfig

@@ -10,13 +10,8 @@ from array_api_compat import array_namespace, device
 
 from xformer import ops
 from xformer.backends import Generator
-from xformer.checks import (
-    number,
-    plain_numbers,
-    require_gradient,
-    require_one_of,
-    require_sizes,
-)
+from xformer.checks import number, plain_numbers, require_gradient, require_sizes
+from xformer.choices import require_one_of
 from xformer.dispatch import saved
 from xformer.initializers import Draw, normal
 from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward

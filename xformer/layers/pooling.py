@@ -6,13 +6,8 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from xformer.checks import (
-    require_gradient,
-    require_mask,
-    require_one_of,
-    require_sizes,
-    require_vectors,
-)
+from xformer.checks import require_gradient, require_mask, require_sizes, require_vectors
+from xformer.choices import require_one_of
 from xformer.dispatch import saved
 from xformer.shapes import STORED, dtype_name
 from xformer.showing import short

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.checks import require_one_of
+from xformer.choices import require_one_of
 from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
 from xformer.showing import short
 from xformer.tree import Frozen, value

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
-from xformer.checks import require_gradient, require_one_of
+from xformer.checks import require_gradient
+from xformer.choices import require_one_of
 from xformer.dispatch import saved
 from xformer.layers.pooling import pool
 from xformer.showing import short

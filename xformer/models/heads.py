@@ -22,7 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from xformer import ops
 from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_one_of, require_sizes
+from xformer.checks import number, plain_numbers, require_sizes
+from xformer.choices import require_one_of
 from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.checks import require_one_of
+from xformer.choices import require_one_of
 from xformer.layers.pooling import POOLINGS, pool, pooling_names
 from xformer.models.lm_head import zeros_of
 from xformer.ready import Ready, report

@@ -13,11 +13,12 @@ gpt = xf.GPT(..., activation="mish")
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.checks import require_gradient, require_one_of
+from xformer.checks import require_gradient
+from xformer.choices import require_one_of
 from xformer.dispatch import saved
 from xformer.showing import short
 from xformer.typing import Array
@@ -108,7 +109,7 @@ def gated_unit(op: str, name: Any) -> Gated:
 
     ValueError for an unknown name.
     """
-    _require_name(op, name, (*ACTIVATIONS, GATED))
+    require_one_of(f"{op}: activation", name, (*ACTIVATIONS, GATED), HINT)
     if name == GATED:
         return ops.clamped_swiglu
     return functools.partial(ops.glu, activation=name)
@@ -116,12 +117,5 @@ def gated_unit(op: str, name: Any) -> Gated:
 
 def require_activation(op: str, name: Any) -> Activation:
     """The activation called `name`. ValueError for an unknown name."""
-    _require_name(op, name, ACTIVATIONS)
+    require_one_of(f"{op}: activation", name, ACTIVATIONS, HINT)
     return ACTIVATIONS[name]
-
-
-def _require_name(op: str, name: Any, known: Iterable[str]) -> None:
-    try:
-        require_one_of(f"{op}: activation", name, known)
-    except ValueError as error:
-        raise ValueError(f"{error}{HINT}") from None

@@ -16,7 +16,8 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from xformer.checks import finite, number, require_one_of, require_sizes, whole
+from xformer.checks import finite, number, require_sizes, whole
+from xformer.choices import require_one_of
 
 Schedule: TypeAlias = Callable[[int], float]
 

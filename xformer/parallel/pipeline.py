@@ -10,7 +10,8 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from xformer import backends, tree
-from xformer.checks import require_one_of, require_sizes
+from xformer.checks import require_sizes
+from xformer.choices import require_one_of
 from xformer.layers.embed import EmbedParams
 from xformer.models.language_model import LanguageModel, LanguageModelParams
 from xformer.models.loss import LossCache

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from xformer import backends, tree
-from xformer.checks import did_you_mean
+from xformer.choices import did_you_mean
 from xformer.initializers import Shapes
 from xformer.models.language_model import LanguageModel, LanguageModelParams
 from xformer.pretrained import families, files

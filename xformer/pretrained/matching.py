@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from xformer import tree
-from xformer.checks import did_you_mean
+from xformer.choices import did_you_mean
 from xformer.initializers import Shapes
 from xformer.pretrained import families, files
 from xformer.pretrained.family import Family

@@ -10,7 +10,8 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from xformer import ops
-from xformer.checks import require_one_of, require_sizes
+from xformer.checks import require_sizes
+from xformer.choices import require_one_of
 from xformer.compiling import Forward
 from xformer.layers import pooling as layers_pooling
 from xformer.sentences.batches import (

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.checks import near_path
+from xformer.choices import near_path
 from xformer.files import file_layout, replacing, write_arrays
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import CONFIG, weight_files

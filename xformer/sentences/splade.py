@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import layers
-from xformer.checks import require_one_of
+from xformer.choices import require_one_of
 from xformer.compiling import Forward
 from xformer.layers.splade import POOLINGS, SATURATIONS
 from xformer.models.in_words import in_words

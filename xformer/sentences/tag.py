@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.checks import require_one_of, require_sizes
+from xformer.checks import require_sizes
+from xformer.choices import require_one_of
 from xformer.compiling import Forward
 from xformer.models import TokenClassifier
 from xformer.models.in_words import in_words

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xformer.checks import number, plain_numbers, require_one_of, require_sizes
+from xformer.checks import number, plain_numbers, require_sizes
+from xformer.choices import require_one_of
 from xformer.optim import OPTIMISERS, Optimiser, Rule, Schedule, decay_matrices, grouped, schedules
 from xformer.optim._checks import two_betas
 from xformer.shapes import STORED
