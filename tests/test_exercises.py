@@ -427,6 +427,7 @@ def test_a_time_limit_that_is_no_number_of_seconds(capsys: pytest.CaptureFixture
 def test_a_full_disk_leaves_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     with files_of_at_most(64):
         assert main(["exercise", "relu"]) == 1
-    assert "error: " in capsys.readouterr().err and not [*Path().iterdir()]
+    assert capsys.readouterr().err == "xformer: error: relu.py: file too large\n"
+    assert not [*Path().iterdir()]
     assert main(["exercise", "relu", "--out", "absent/relu.py"]) == 1
     assert "there is no file or folder absent/relu.py" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # names of `replacing`
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a write raises these without a path
 TEMPORARY = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # names that safetensors writes to first
 
 
@@ -107,8 +109,10 @@ def making(target: Path) -> Iterator[Path]:
 
 
 def _name(error: OSError, part: Path, target: Path) -> None:
-    """Let an error about the temporary path name the final path."""
-    if isinstance(error.filename, str | Path):
+    """Let an error about the temporary path, or about a write without a name, name the target."""
+    if error.filename is None and error.errno in NO_ROOM:
+        error.filename = str(target)
+    elif isinstance(error.filename, str | Path):
         error.filename = str(error.filename).replace(str(part), str(target))
 
 
