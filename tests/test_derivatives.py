@@ -419,3 +419,5 @@ def test_a_constant_of_a_closure_is_named() -> None:
     assert np.all(np.isfinite(xf.hvp(squared, w, w, xs)))
     with pytest.raises(TypeError, match=r"jvp: .* \(it uses xs\) must be an argument of jvp, with"):
         xf.jvp(lambda w: np.concatenate([w, xs]), (w,), (w,))
+    with pytest.raises(TypeError, match=r"jvp: the function must call functions of .*'sum'"):
+        xf.jvp(lambda w: (w * w).sum(), (w,), (w,))

@@ -84,7 +84,7 @@ def _jvp(
     try:
         with reference_only():
             y = fn(*duals)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:  # of a function of a library, of a method
         said = str(error)
         if "Dual" in said and not said.startswith(("dual:", "unsupported operand")):
             named = f" (it uses {', '.join(own)})" if (own := _arrays_of(fn)) else ""

@@ -79,7 +79,7 @@ def register(name: str, formula: Formula, derivative: Formula) -> Activation:
         require_gradient(name, "the formula's result", y, x)
         return y, saved(OwnActivationCache(x, name))
 
-    op.__name__ = name
+    op.__name__ = op.__qualname__ = name
     _own[name] = (op, derivative)
     return op
 
