@@ -283,13 +283,14 @@ def test_scalings_as_transformers_4_and_5_write_them(kind: str, word: str) -> No
     assert read({"rope_theta": 500000, "rope_scaling": part}) == config
     assert read({"rope_parameters": {"rope_theta": 5e5, **part}}) == config
     assert read({"rope_parameters": part}, theta=5e5) == config
-    assert read({"rope_parameters": {"full": part, "sliding": part}}, theta=5e5) == config
 
 
 def test_what_is_absent_in_a_rotary_embedding() -> None:
     assert read({}) == RopeConfig(16, 10000.0)
     assert read({"rope_scaling": None, "rope_parameters": {}}, theta=1e6) == RopeConfig(16, 1e6)
     part = {"rope_type": "yarn", "factor": 2.0}
+    assert read({"rope_scaling": {}}, default=part) == read({}, default=part) != read({})
+    assert read({"rope_parameters": {}}, default=part) == read({})
     outside = {"original_max_position_embeddings": 512}
     assert read({"rope_scaling": part}).original_max_len == 4096
     assert read({"rope_scaling": part, **outside}).original_max_len == 512
@@ -328,12 +329,12 @@ def test_a_part_of_the_channels() -> None:
         ({"rope_theta": True}, "rope_theta must be a number"),
         ({"partial_rotary_factor": 0.5}, "rope_parameters: partial_rotary_factor must be 1 in"),
         (
-            {"rope_parameters": {"full": {"rope_theta": 2.0}, "sliding": {"rope_theta": 3.0}}},
-            "rope_parameters must be the same for all types of layers",
+            {"rope_parameters": {"full": {"rope_theta": 2.0}, "sliding": {"rope_theta": 2.0}}},
+            "rope_parameters must be the parameters of all layers, not of each type",
         ),
         (
-            {"rope_parameters": {"full": {"rope_theta": 2.0}, "sliding": None}},
-            "rope_parameters must be the same for all types of layers",
+            {"rope_scaling": {"full": {"rope_theta": 2.0}}},
+            "rope_scaling must be the parameters of all layers, not of each type",
         ),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},

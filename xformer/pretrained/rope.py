@@ -155,22 +155,13 @@ def _part(c: Config, default: Mapping[str, Any]) -> Config:
     present = [name for name in names if c.data.get(name) not in (None, {})]
     if len(present) == 2 and c.data[present[0]] != c.data[present[1]]:
         raise c.refused("rope_scaling", "absent, or as rope_parameters")
-    part = c.sub(present[0]) if present else None
-    if part is None:
-        absent = all(c.data.get(name) is None for name in names)
-        return Config(default if absent else {}, f"{c.where}: rope_parameters")
-    return _of_all_layers(c, present[0], part)
-
-
-def _of_all_layers(c: Config, name: str, part: Config) -> Config:
-    """The parameters. The file may have them once for each type of layer; they must be equal."""
-    types = [key for key, value in part.data.items() if isinstance(value, dict)]
-    if not types:
-        return part
-    if any(value != part.data[types[0]] for value in part.data.values()):
-        raise c.refused(name, "the same for all types of layers")
-    part.ignore(*part.data)
-    return part.sub(types[0]) or part
+    if (part := c.sub(present[0]) if present else None) is None:
+        # transformers 5 takes the family's parameters beside an empty rope_scaling, too.
+        own = default if c.data.get("rope_parameters") is None else {}
+        return Config(own, f"{c.where}: rope_parameters")
+    if any(isinstance(value, dict) for value in part.data.values()):
+        raise c.refused(present[0], "the parameters of all layers, not of each type")
+    return part
 
 
 def _agreed(
