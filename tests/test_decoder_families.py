@@ -605,7 +605,7 @@ def test_libraries(library: Backend, saved: Path) -> None:
     ids = inputs["input_ids"]
     model, params = pretrained.load(saved, dtype="float64")
     want, _ = model.forward(params, ids, mask=keep)
-    model, params = pretrained.load(saved, backend=LIBRARIES[library.name], dtype="float64")
+    model, params = pretrained.load(saved, backend=library, dtype="float64")
     leaf = next(iter(tree.flatten(params).values()))
     assert backends.backend_of(leaf).name == LIBRARIES[library.name]
     got, _ = model.forward(params, library.asarray(ids), mask=library.asarray(keep))
