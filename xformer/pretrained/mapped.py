@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.pretrained.reading import PretrainedError, opened, parse_json
+from xformer.showing import size as in_units
 
 HEADER_LIMIT = 4 << 20  # bytes: some 30,000 tensors in one file, read in about half a second
 MAX_AXES, MAX_ELEMENTS = 8, 1 << 40
@@ -130,14 +131,16 @@ def open_file(path: Path) -> dict[str, Tensor]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8:
             raise PretrainedError(f"{path}: is cut short, it has {size} bytes; download it again")
+        if length > HEADER_LIMIT:
+            raise PretrainedError(
+                f"{path}: is no safetensors file: its header must have at most {HEADER_LIMIT} "
+                f"bytes, its first 8 bytes say {length}"
+            )
         if length > size - 8:
             raise PretrainedError(
-                f"{path}: is cut short, or no safetensors file: of its {size} bytes {length} "
-                "should be its header"
+                f"{path}: is cut short, it has {size} bytes, and its header alone has {length}; "
+                "download it again"
             )
-        if length > HEADER_LIMIT:
-            message = f"{path}: its header must have at most {HEADER_LIMIT} bytes, got {length}"
-            raise PretrainedError(message)
         try:  # checks the header, and that the tensors cover the data without overlap
             with safetensors.safe_open(path, "np"):
                 pass
@@ -161,7 +164,7 @@ def _of_another_size(header: bytes, start: int, size: int, path: Path) -> str:
         wanted = start + max(entry["data_offsets"][1] for entry in entries.values())
         if size > wanted:
             return f"has {size - wanted} bytes more than its header describes; download it again"
-        part = f"{size / 1e6:,.1f} of {wanted / 1e6:,.1f} MB are there"
+        part = f"{in_units(size)} of {in_units(wanted)} are there"
         return f"is cut short, {part}; download it again" if size < wanted else ""
     except (ValueError, TypeError, LookupError):
         return ""
@@ -170,7 +173,11 @@ def _of_another_size(header: bytes, start: int, size: int, path: Path) -> str:
 def ends_in_zeros(tensors: Collection[Tensor]) -> bool:
     """Whether the last 64 KiB that tensors of one file have are zeros; False for less data."""
     start, end = min(t.start for t in tensors), max(t.end for t in tensors)
-    return end - start >= AT_ONCE and not any(next(iter(tensors)).data[end - AT_ONCE : end])
+    if end - start < AT_ONCE:
+        return False
+    with opened(next(iter(tensors)).path) as file:  # the map would load megabytes around them
+        file.seek(end - AT_ONCE)
+        return not any(file.read(AT_ONCE))
 
 
 def fetch(data: mmap.mmap) -> None:

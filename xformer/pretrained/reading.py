@@ -26,7 +26,7 @@ MAX_DEPTH = 64  # of nested objects and lists
 LONG_NUMBER = re.compile(rf"[0-9]{{{DIGITS + 1}}}")
 MESSAGE = 1000  # characters
 POINTER = b"version https://git-lfs"  # the first bytes of what git stores in place of large files
-PAGE = b"<!DOCTYPE HTML"
+PAGES = (b"<!DOCTYPE HTML", b"<HTML")
 
 
 class PretrainedError(ValueError):
@@ -158,7 +158,7 @@ def _require_contents(start: bytes, path: Path) -> None:
         raise PretrainedError(
             f"{path}: begins with zeros, as a download that was stopped; download it again"
         )
-    if start[: len(PAGE)].upper() == PAGE:
+    if start[:100].lstrip().upper().startswith(PAGES):
         raise PretrainedError(f"{path}: is a web page, not the file itself; download it again")
 
 
