@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks import contestants, machine, report, step, stored
+from benchmarks import command, contestants, machine, report, step, stored
 from benchmarks.contestants import PEER
 from benchmarks.harness import Disagreement, Ended
 from benchmarks.shapes import BY_NAME, SHAPES, Shape
@@ -45,13 +42,13 @@ def run(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     result |= {"threads": machine.threads(), "load": machine.load()}
     result["absent"] = [why for name in contestants.names() if (why := contestants.why_not(name))]
     total = step.ticks(names, rounds, chosen)
-    with tqdm(total=total, desc=shape.name, disable=None, leave=False) as bar:
-        return result | step.measure(shape, names, rounds, chosen, bar.update)
+    with command.ticking(shape.name, total) as tick:
+        return result | step.measure(shape, names, rounds, chosen, tick)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Wrong values end the program with a message before any measuring."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = command.parser("benchmarks", __doc__)
     parser.add_argument(
         "--shape",
         action="append",
@@ -72,8 +69,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"one of {', '.join(step.WORKS)}; repeatable (default: step, or forward for a shape "
         "of inference)",
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="default: the shape's number")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
+    command.add_rounds(parser)
+    command.add_out(parser)
     args = parser.parse_args(argv)
     args.shape = _unique(args.shape or [shape.name for shape in SHAPES])
     args.contestant, args.work = _unique(args.contestant or []), _unique(args.work or [])
@@ -88,10 +85,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in args.shape:
         if not BY_NAME[name].training and set(args.work) - {"forward"}:
             parser.error(f"--work must be forward for {name}, got {', '.join(args.work)}")
-    if args.rounds is not None and args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    if args.out is not None and not args.out.is_dir():
-        parser.error(f"--out: there is no folder {args.out}")
     return args
 
 
@@ -100,4 +93,4 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
-from benchmarks import harness, machine, report, stored
+from benchmarks import command, harness, machine, report, stored
 from benchmarks.harness import Disagreement
-from xformer import pretrained, tree
+from xformer import backends, pretrained, tree
 
 PEER = "transformers"
 NAMES = (PEER, "transformers loop", "xformer numpy", "xformer numba", "xformer torch")
@@ -61,21 +58,24 @@ BY_NAME = {text.name: text for text in TEXTS}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure each model, print its table and write its JSON. Returns 1 if texts differ."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__)
+    parser = command.parser("benchmarks.decoding", __doc__)
     parser.add_argument("--shape", action="append", choices=BY_NAME, help="default: all")
-    parser.add_argument("--rounds", type=int, metavar="N", help="default: by shape")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
+    command.add_rounds(parser)
+    command.add_out(parser)
     args = parser.parse_args(argv)
-    if importlib.util.find_spec("transformers") is None:
-        parser.error("transformers is not installed")
-    libraries = [n.split()[1] for n in NAMES if n.startswith("xformer")]
+    command.require("torch", "transformers")
+    ours = {name: name.split()[1] for name in NAMES if name.startswith("xformer")}
+    absent = {n: why for n, b in ours.items() if (why := backends.unavailable_reason(b))}
+    names = [name for name in NAMES if name not in absent]
+    libraries = [library for name, library in ours.items() if name in names]
     for name in args.shape or BY_NAME:
         result = machine.describe(libraries, (*machine.PACKAGES, "transformers"))
         result |= {"threads": machine.threads(), "load": machine.load()}
+        result["absent"] = [f"{name}: {why}" for name, why in absent.items()]
         rounds = args.rounds or BY_NAME[name].rounds
         try:
-            with tqdm(total=len(NAMES) * (rounds + 1), desc=name, disable=None, leave=False) as bar:
-                result |= measure(BY_NAME[name], rounds, bar.update)
+            with command.ticking(name, len(names) * (rounds + 1)) as tick:
+                result |= measure(BY_NAME[name], rounds, tick, names)
         except Disagreement as error:
             print(f"benchmarks: nothing is reported.\n{error}", file=sys.stderr)
             return 1
@@ -163,4 +163,4 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

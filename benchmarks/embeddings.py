@@ -6,7 +6,6 @@ second. Each library runs in a separate environment, `--ours VENV` and `--theirs
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from benchmarks import embeddings_page, harness, machine, stored
+from benchmarks import command, embeddings_page, harness, machine, report, stored
 from benchmarks.harness import Disagreement
+from xformer.pretrained.foreign import require_model
 
 OURS, THEIRS = "xformer", "sentence-transformers"
 TOLERANCE = 1e-5  # of vectors of length 1 in float32
@@ -45,23 +44,27 @@ def start(name: str, python: str, folder: str) -> harness.Process:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the JSON. Returns 1 if embeddings disagree."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.embeddings", description=__doc__)
+    parser = command.parser("benchmarks.embeddings", __doc__)
     parser.add_argument("--model", metavar="FOLDER", required=True)
     parser.add_argument("--ours", metavar="VENV", required=True, help="with this library")
     parser.add_argument("--theirs", metavar="VENV", required=True, help=f"with {THEIRS}")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help=stored.DEFAULT)
+    command.add_rounds(parser, 10)
+    command.add_out_file(parser)
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there too")
     args = parser.parse_args(argv)
-    venvs = {OURS: Path(args.ours), THEIRS: Path(args.theirs)}
+    if args.page is not None:
+        report.around(args.page, embeddings_page.BEGIN, embeddings_page.END)
+    require_model(Path(args.model))
+    # Absolute: the processes run in the checkout.
+    venvs = {OURS: Path(args.ours).absolute(), THEIRS: Path(args.theirs).absolute()}
     pythons = {name: str(venv / "bin" / "python") for name, venv in venvs.items()}
     result = machine.describe(["numpy"]) | {
         "threads": {"cpus": machine.n_cpus()},
         "load": machine.load(),
     }
     try:
-        with tqdm(total=ticks(args.rounds), disable=None, leave=False) as bar:
-            result |= measure(pythons, args.model, args.rounds, bar.update)
+        with command.ticking("embeddings", ticks(args.rounds)) as tick:
+            result |= measure(pythons, str(Path(args.model).absolute()), args.rounds, tick)
     except Disagreement as error:
         print(f"benchmarks: embeddings disagree, nothing is reported.\n{error}", file=sys.stderr)
         return 1
@@ -143,4 +146,4 @@ def sentences(n: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

@@ -14,9 +14,7 @@ BEGIN, END = "<!-- run -->\n", "<!-- end -->\n"
 
 def update(page: Path, result: Mapping[str, Any], path: Path) -> None:
     """Replace the result on `page` by `result`; path: of its JSON, for the link."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    report.replace(page, f"{before}{BEGIN}{shown(page, result, path)}{END}{after}")
+    report.put(page, BEGIN, END, shown(page, result, path))
 
 
 def shown(page: Path, result: Mapping[str, Any], path: Path) -> str:

@@ -6,7 +6,6 @@ table has the trained parameters, the memory saved for backward, the loss, and t
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from benchmarks import machine, report, stored
+from benchmarks import command, machine, report, stored
 from benchmarks.embeddings_page import BEGIN, END
 from xformer import backends, finetune, pretrained, tree
 from xformer.finetune import Task, TrainConfig, lora
@@ -44,17 +42,20 @@ WAYS: dict[str, tuple[Callable[[Any], Any], float]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.finetuning", description=__doc__)
+    parser = command.parser("benchmarks.finetuning", __doc__)
     parser.add_argument(
         "--data", type=Path, metavar="FOLDER", required=True, help=f"of {MODEL}, {WORDS}, {TEXT}"
     )
-    parser.add_argument("--steps", type=int, default=500, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help=stored.DEFAULT)
+    options: Any = {"type": command.count, "metavar": "N", "default": 500}
+    parser.add_argument("--steps", **options, help="default: %(default)s")
+    command.add_out_file(parser)
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there too")
     args = parser.parse_args(argv)
+    if args.page is not None:
+        report.around(args.page, BEGIN, END)
     result = machine.describe(["numpy"]) | {"threads": machine.share_threads()}
-    with tqdm(total=args.steps * len(WAYS), unit="step", disable=None, leave=False) as bar:
-        result |= measure(args.data, args.steps, bar.update)
+    with command.ticking("fine-tuning", args.steps * len(WAYS), "steps") as tick:
+        result |= measure(args.data, args.steps, tick)
     print(text(result))
     out = args.out or stored.path_of(result, "finetuning")
     stored.write(result, out)
@@ -135,12 +136,10 @@ def text(result: Mapping[str, Any]) -> str:
 
 def update(page: Path, result: Mapping[str, Any], path: Path) -> None:
     """Replace the result on `page` by `result`; path: of its JSON, for the link."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
     link = Path(os.path.relpath(path, page.parent)).as_posix()
     shown = f"{text(result)}\n[All figures]({link}).\n"
-    report.replace(page, f"{before}{BEGIN}{shown}{END}{after}")
+    report.put(page, BEGIN, END, shown)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

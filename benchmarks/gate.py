@@ -8,15 +8,11 @@ numba's programs.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks import contestants, decoding, machine, report, step, stored
+from benchmarks import command, contestants, decoding, machine, report, step, stored
 from benchmarks.gate_shapes import BY_NAME
 from benchmarks.harness import Disagreement, Ended
 
@@ -53,17 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Wrong values end the program with a message before any measuring."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gate", description=__doc__)
+    parser = command.parser("benchmarks.gate", __doc__)
     parser.add_argument("--shape", action="append", choices=NAMES, help="repeatable (default: all)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="default: by shape")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
+    command.add_rounds(parser)
+    command.add_out(parser)
     args = parser.parse_args(argv)
-    if args.rounds is not None and args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    if args.out is not None and not args.out.is_dir():
-        parser.error(f"--out: there is no folder {args.out}")
-    if importlib.util.find_spec("transformers") is None:
-        parser.error("transformers is not installed")
+    command.require("transformers")
     for why in filter(None, map(contestants.why_not, contestants.GATE)):
         parser.error(why)
     return args
@@ -75,12 +66,12 @@ def measure(name: str, rounds: int | None) -> dict[str, Any]:
     rounds = rounds or max(FEWER, measured.rounds // FEWER)
     if name in DECODING:
         total = len(decoding.GATE) * (rounds + 1)
-        with tqdm(total=total, desc=name, disable=None, leave=False) as bar:
-            return decoding.measure(measured, rounds, bar.update, decoding.GATE)
+        with command.ticking(name, total) as tick:
+            return decoding.measure(measured, rounds, tick, decoding.GATE)
     works = step.works(measured)
     total = step.ticks(contestants.GATE, rounds, works)
-    with tqdm(total=total, desc=name, disable=None, leave=False) as bar:
-        return step.measure(measured, contestants.GATE, rounds, works, bar.update)
+    with command.ticking(name, total) as tick:
+        return step.measure(measured, contestants.GATE, rounds, works, tick)
 
 
 def _described(name: str) -> dict[str, Any]:
@@ -106,4 +97,4 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

@@ -6,7 +6,6 @@ speculative decoding; on NumPy, and on torch on the CPU.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from benchmarks import harness, machine, report, stored
+from benchmarks import command, harness, machine, report, stored
 from benchmarks.embeddings_page import BEGIN, END
 from benchmarks.harness import Disagreement
 from xformer import backends, inference, pretrained
@@ -34,19 +32,20 @@ Work = tuple[Callable[[], list[list[int]]], int]  # returns ids of texts; number
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the JSON. Returns 1 if a text is not the published one."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description=__doc__)
+    parser = command.parser("benchmarks.generation", __doc__)
     parser.add_argument(
         "--data", type=Path, metavar="FOLDER", required=True, help=f"of {MODEL}, {WORDS}, {STORY}"
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help=stored.DEFAULT)
+    command.add_rounds(parser, 5)
+    command.add_out_file(parser)
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there too")
     args = parser.parse_args(argv)
+    if args.page is not None:
+        report.around(args.page, BEGIN, END)
     libraries = [name for name in LIBRARIES if name in backends.available()]
     result = machine.describe(libraries) | {"threads": machine.share_threads()}
     try:
-        with tqdm(disable=None, leave=False) as bar:
-            result |= measure(args.data, libraries, args.rounds, bar.update)
+        result |= measure(args.data, libraries, args.rounds)
     except Disagreement as error:
         print(f"benchmarks: nothing is reported.\n{error}", file=sys.stderr)
         return 1
@@ -59,12 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(
-    data: Path, libraries: Sequence[str], rounds: int, tick: Callable[[], Any]
-) -> dict[str, Any]:
+def measure(data: Path, libraries: Sequence[str], rounds: int) -> dict[str, Any]:
     """Compare the greedy texts with the published one, then time all works in interleaved rounds.
 
-    data: the folder of MODEL, WORDS and STORY   tick: called after each timed run
+    data: the folder of MODEL, WORDS and STORY
     Returns the result for the JSON. Raises Disagreement if a text differs.
     """
     story = (data / STORY).read_bytes().decode()
@@ -79,7 +76,8 @@ def measure(
                 raise Disagreement(f"{library}, {name}: the text is not the published one")
         works |= {(name, library): work for name, work in by_name.items()}
     turns = {key: partial(harness.timed, run) for key, (run, _) in works.items()}
-    seconds = harness.interleave(turns, rounds, tick)
+    with command.ticking("generation", len(turns) * (rounds + 1)) as tick:
+        seconds = harness.interleave(turns, rounds, tick)
     rows: dict[str, dict[str, Any]] = {}
     for (name, library), times in seconds.items():
         n = works[name, library][1]
@@ -160,12 +158,10 @@ def text(result: Mapping[str, Any]) -> str:
 
 def update(page: Path, result: Mapping[str, Any], path: Path) -> None:
     """Replace the result on `page` by `result`; path: of its JSON, for the link."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
     link = Path(os.path.relpath(path, page.parent)).as_posix()
     shown = f"{text(result)}\n[All figures]({link}).\n"
-    report.replace(page, f"{before}{BEGIN}{shown}{END}{after}")
+    report.put(page, BEGIN, END, shown)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

@@ -54,6 +54,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    command,
     contestants,
     gpu_curves,
     gpu_decoding,
@@ -119,9 +120,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
 
 def parser_of() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command.parser("benchmarks.gpu", __doc__)
     parser.add_argument("--dry-run", action="store_true", help="toy sizes without a GPU")
     parser.add_argument(
         "--section", action="append", metavar="NAME", help=f"default: {', '.join(FIRST)}"
@@ -132,7 +131,7 @@ def parser_of() -> argparse.ArgumentParser:
         default=MINUTES,
         help="after this time no section begins, and processes are stopped (default %(default)s)",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
+    command.add_out(parser)
     parser.add_argument(
         "--pack", type=Path, metavar="FOLDER", help="fetch wheels for a machine without a network"
     )
@@ -317,4 +316,5 @@ def stopping(done: threading.Event, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(began=time.monotonic() - machine.age()))
+    began = time.monotonic() - machine.age()
+    sys.exit(command.run(lambda: main(began=began)))

@@ -13,23 +13,21 @@ The result and all gradients are first compared with those of the reference in f
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 import xformer as xf
-from benchmarks import contestants, harness, machine, report, stored
+from benchmarks import command, contestants, harness, machine, report, stored
 from benchmarks.contestants import PEER
 from benchmarks.harness import Disagreement
 from xformer import ops, tree
+from xformer.cli.progress import each
 
 REFERENCE, KERNEL, PROGRAM = "numpy reference", "numpy kernel", "numba kernel"
 NAMES = (PEER, REFERENCE, KERNEL, PROGRAM)
@@ -316,19 +314,13 @@ def _timed_calls(calls: Calls, work: str) -> list[float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, write JSON. Returns 1 if a contestant is wrong."""
     known = {case.name: case for case in cases()}
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ops", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command.parser("benchmarks.ops", __doc__)
     parser.add_argument(
         "--op", action="append", metavar="NAME", help="repeatable (default: all of `xformer.ops`)"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=ROUNDS, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
+    command.add_rounds(parser, ROUNDS)
+    command.add_out(parser)
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     for name in args.op or []:
         if name not in known:
             parser.error(f"--op must be one of {', '.join(known)}, got {name!r}")
@@ -339,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results |= {"threads": machine.share_threads(), "load": machine.load()}
     results |= {"rounds": args.rounds, "absent": list(absent.values())}
     rows: dict[str, dict[str, Any]] = {name: {"name": name, "errors": {}} for name in names}
-    for name in tqdm(args.op or known, disable=None, leave=False):
+    for name in each(args.op or [*known], "ops", "ops"):
         try:
             times = measure(known[name], names, args.rounds)
         except Disagreement as wrong:
@@ -379,4 +371,4 @@ def table(results: dict[str, Any]) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

@@ -119,13 +119,32 @@ def replace(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
+def put(page: Path, begin: str, end: str, text: str) -> None:
+    """Replace the text of `page` between the lines `begin` and `end` by `text`."""
+    before, after = around(page, begin, end)
+    replace(page, f"{before}{begin}{text}{end}{after}")
+
+
+def around(page: Path, begin: str, end: str) -> tuple[str, str]:
+    """Return the texts of `page` before the line `begin` and after the line `end`.
+
+    Raises ValueError if the page lacks one of these lines. Measure only if it has them.
+    """
+    before, first, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last:
+        raise ValueError(f"{page} must hold the lines {begin.strip()} and {end.strip()}")
+    return before, after
+
+
 def digits(ms: float) -> str:
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def align(rows: list[list[str]]) -> str:
     """Return a Markdown table with columns padded to equal widths; rows[0] is the header."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    # Markdown takes "-:" under a column of numbers, not ":".
+    widths = [max(2, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
 
     def line(cells: list[str]) -> str:
         first = cells[0].ljust(widths[0])

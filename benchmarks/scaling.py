@@ -7,13 +7,12 @@ the command prints.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import report
+from benchmarks import command, report
 from benchmarks.embeddings_page import END
 from xformer import pretrained
 from xformer.cli.summary import inspected
@@ -331,7 +330,7 @@ def opened(name: str) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print assumptions and tables; with --page write them to a page, with --picture draw."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
+    parser = command.parser("benchmarks.scaling", __doc__)
     parser.add_argument(
         "--model",
         action="append",
@@ -345,6 +344,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the tables there")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="needs the extra plot")
     args = parser.parse_args(argv)
+    if args.page is not None:
+        report.around(args.page, BEGIN, END)
     hardware = Hardware()
     try:
         loads = [work(Path(m).name, opened(m), args.seq_len) for m in args.model or MODELS]
@@ -360,15 +361,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = f"{assumptions(hardware)}\n\n{tables}\n"
     print(shown, end="")
     if args.page is not None:
-        before, begin, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            parser.error(f"--page: must hold the lines {BEGIN.strip()} and {END.strip()}")
-        report.replace(args.page, f"{before}{begin}{shown}{end}{after}")
+        report.put(args.page, BEGIN, END, shown)
     if args.picture is not None:
         draw(loads, hardware, GPUS, args.tokens, args.picture)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command.run(main))

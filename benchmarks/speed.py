@@ -6,14 +6,13 @@ nothing. Machines are named by their processor.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, stored
+from benchmarks import command, report, stored
 from benchmarks.contestants import COMPILED, JITTED, PEER
 from benchmarks.embeddings_page import END
 
@@ -55,7 +54,7 @@ Runs = Mapping[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; with --page write them to a page, with --picture draw the picture."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
+    parser = command.parser("benchmarks.speed", __doc__)
     parser.add_argument("--results", type=Path, metavar="FOLDER", default=stored.RESULTS)
     parser.add_argument(
         "--machine", action="append", metavar="CPU", help="repeatable; default: the newest run's"
@@ -206,12 +205,7 @@ def put(page: Path, shown: str) -> None:
 
     Raises ValueError if the page lacks one of these lines.
     """
-    old = page.read_text(encoding="utf-8")
-    before, begin, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} must hold the lines {BEGIN.strip()} and {END.strip()}")
-    report.replace(page, f"{before}{begin}{shown}{end}{after}")
+    report.put(page, BEGIN, END, shown)
 
 
 def draw(machines: Sequence[Runs], path: Path) -> None:
@@ -280,4 +274,4 @@ def _ms(value: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

@@ -6,7 +6,6 @@ few tokens. The files of model and libraries are in the system's file cache.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from benchmarks import harness, machine, report, stored
+from benchmarks import command, harness, machine, report, stored
 from benchmarks.decoding import BY_NAME, varied
 from benchmarks.harness import Disagreement
 from xformer import pretrained
@@ -31,18 +29,19 @@ TOLERANCE = 1e-4  # of logits in float32, relative to the largest logit
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure each model, print its table, write its JSON. Returns 1 if logits differ."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.starts", description=__doc__)
+    parser = command.parser("benchmarks.starts", __doc__)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
-    parser.add_argument("--rounds", type=int, metavar="N", default=ROUNDS)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
+    command.add_rounds(parser, ROUNDS)
+    command.add_out(parser)
     args = parser.parse_args(argv)
+    command.require("torch", "transformers")
     for name in args.shape or SHAPES:
         result = machine.describe(["numpy", "torch"], (*machine.PACKAGES, "transformers"))
         result |= {"threads": machine.threads(), "load": machine.load()}
         total = len(NAMES) * (args.rounds + 1)
         try:
-            with tqdm(total=total, desc=name, disable=None, leave=False) as bar:
-                result |= measure(name, BY_NAME[name].config, args.rounds, bar.update)
+            with command.ticking(name, total) as tick:
+                result |= measure(name, BY_NAME[name].config, args.rounds, tick)
         except Disagreement as error:
             print(f"benchmarks: nothing is reported.\n{error}", file=sys.stderr)
             return 1
@@ -108,4 +107,4 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

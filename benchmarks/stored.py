@@ -9,7 +9,6 @@ A question is the name of a result without day and commit.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
@@ -20,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from xformer.cli.parser import Parser
 
 RESULTS = Path(__file__).parent / "results"
-DEFAULT = "default: the folder of this machine in benchmarks/results"
+DEFAULT = (
+    "default: the current folder; in a checkout, the folder of this machine in benchmarks/results"
+)
 MACHINE, HISTORY = "machine.json", "history.csv"
 NAME = re.compile(r"(?P<question>.+)-\d{4}-\d\d-\d\d-(?:[0-9a-f]+|no-commit)(?:-dirty)?\.json")
 COLUMNS = (
@@ -32,9 +34,13 @@ COLUMNS = (
 
 
 def path_of(result: dict[str, Any], question: str, folder: Path | None = None) -> Path:
-    """Return the path for a result: in `folder`, by default in the folder of the machine."""
+    """Return the path for a result in `folder`.
+
+    folder: None: in a checkout the folder of the machine in `RESULTS`, elsewhere the current folder
+    """
     if folder is None:
-        folder = RESULTS / slug(result["machine"])
+        in_checkout = Path.cwd().is_relative_to(RESULTS.parents[1])
+        folder = RESULTS / slug(result["machine"]) if in_checkout else Path()
     return folder / default_name(result, question)
 
 
@@ -129,7 +135,7 @@ def rows_of(result: dict[str, Any], machine: str, question: str) -> Iterator[tup
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Move older results of all machines to the history. Returns 1 if some cannot be moved."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stored", description=main.__doc__)
+    parser = Parser(prog="python -m benchmarks.stored", description=main.__doc__)
     parser.parse_args(argv)
     moved, staying = archive()
     for path in moved:

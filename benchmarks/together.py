@@ -6,7 +6,6 @@ processes, whose bits do not depend on their number, and of MPI's own sum. Needs
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -16,9 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks import harness, machine, report, stored
+from benchmarks import command, harness, machine, report, stored
 from benchmarks.harness import Disagreement
 from benchmarks.member import ACCUMULATE, MODELS
 
@@ -29,19 +26,21 @@ TOLERANCE = 1e-4  # of the last loss, relative
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure each model, print its table, write its JSON. Returns 1 if losses differ."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.together", description=__doc__)
+    parser = command.parser("benchmarks.together", __doc__)
     parser.add_argument("--shape", action="append", choices=MODELS, help="default: all")
-    parser.add_argument("--rounds", type=int, metavar="N", default=ROUNDS)
-    parser.add_argument("--floats", type=int, metavar="N", default=FLOATS, help="of the sums")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
+    command.add_rounds(parser, ROUNDS)
+    options: Any = {"type": command.count, "metavar": "N", "default": FLOATS}
+    parser.add_argument("--floats", **options, help="of the sums (default: %(default)s)")
+    command.add_out(parser)
     args = parser.parse_args(argv)
+    command.require("mpi4py")
     n = min(machine.n_cpus(), ACCUMULATE)
     for shape in args.shape or MODELS:
         result = machine.describe(["numpy"], (*machine.PACKAGES, "mpi4py"))
         result |= {"threads": machine.threads(), "load": machine.load()}
         try:
-            with tqdm(total=2 * (args.rounds + 1), desc=shape, disable=None, leave=False) as bar:
-                result |= measure(shape, n, args.rounds, args.floats, bar.update)
+            with command.ticking(shape, 2 * (args.rounds + 1)) as tick:
+                result |= measure(shape, n, args.rounds, args.floats, tick)
         except Disagreement as error:
             print(f"benchmarks: nothing is reported.\n{error}", file=sys.stderr)
             return 1
@@ -120,4 +119,4 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

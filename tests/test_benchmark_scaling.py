@@ -116,9 +116,10 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--tokens", "5000"], "--tokens: must be a multiple of 4096, a sequence of Llama-2-7B"),
         (["--model", "nowhere"], "--model: "),
         (["--seq-len", "0"], "--model: summary: length must be"),
-        (["--model", "Llama-2-7B", "--page", str(page)], "--page: must hold the lines"),
     ):
         with pytest.raises(SystemExit) as error:
             scaling.main(options)
         assert error.value.code == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"page\.md must hold the lines <!-- scaling --> and"):
+        scaling.main(["--model", "Llama-2-7B", "--page", str(page)])

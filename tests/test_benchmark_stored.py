@@ -37,6 +37,7 @@ def result(day: int, least: float, machine: dict[str, Any] = MACHINE) -> dict[st
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(stored, "RESULTS", tmp_path / "results")
+    monkeypatch.chdir(tmp_path)  # of the checkout
     return tmp_path / "results"
 
 
