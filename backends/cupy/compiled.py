@@ -11,6 +11,7 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from xformer import tree
+from xformer.backends import results as of_calls
 from xformer.backends.base import Backend, next_arguments
 from xformer.backends.cupy.captured import Captured, is_of_device
 from xformer.dispatch import observed
@@ -22,6 +23,10 @@ class _FromState:
     """A placeholder in a tree of results for an array of the state."""
 
     name: str
+
+
+class _NotReturned(TypeError):
+    """The function returns what a graph cannot return."""
 
 
 class _Step:
@@ -51,8 +56,11 @@ class _Step:
             return _FromState(name)
 
         with observed(None):  # a graph cannot copy values to the host
-            results = _mapped(placed, self.fn(*arguments))
-        return new, (results,)
+            results = self.fn(*arguments)
+        leaves = [tree.value(x) for x in tree.parts(arguments)[0]]
+        if (why := of_calls.refusal(results, set(map(id, leaves)))) is not None:
+            raise _NotReturned(why)
+        return new, (_mapped(placed, results),)
 
 
 class Compiled:
@@ -73,8 +81,11 @@ class Compiled:
         self._step = _Step(fn)
         self._call = Captured(self._step, backend)
         self._kind: list[Any] | None = None  # the structure of the first call's trees
+        self._is_refused = False  # whether a graph cannot return the results
 
     def __call__(self, *arguments: Any) -> Any:
+        if self._is_refused:
+            return self.fn(*arguments)
         state, inputs, kind = self._read(arguments)
         self._kind = self._kind or kind
         if kind != self._kind:
@@ -84,6 +95,10 @@ class Compiled:
         self._step.arguments = arguments
         try:
             state, (results,) = self._call(state, inputs)
+        except _NotReturned as error:
+            self._is_refused = True
+            self._call.say(f"{error}; the function is called as it is")
+            return self.fn(*arguments)
         finally:
             self._step.arguments = ()
         return _mapped(lambda x: self._out(x, state), results)
@@ -148,4 +163,4 @@ def _fits(stored: Array, x: Array) -> bool:
 
 def _is_input(x: Any) -> bool:
     """Return whether x is an array or a number, which may differ from call to call."""
-    return hasattr(x, "dtype") or (isinstance(x, int | float) and not isinstance(x, bool))
+    return hasattr(x, "dtype") or type(x) in (int, float)

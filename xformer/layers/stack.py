@@ -245,10 +245,9 @@ def _sizes(
     n_queries: int, kv_cache: Sequence[KVCache] | None, n_cached: int | Array
 ) -> dict[str, Any]:
     """The arguments of `relative_bias`: the numbers of queries and keys, and the first query."""
-    if isinstance(n_cached, int):
-        return {"n_queries": n_queries, "n_keys": n_cached + n_queries}
-    n_slots = kv_cache[0].length if kv_cache else 0
-    return {"n_queries": n_queries, "n_keys": n_slots, "at": n_cached}
+    if kv_cache and kv_cache[0].write_index is not None:
+        return {"n_queries": n_queries, "n_keys": kv_cache[0].length, "at": n_cached}
+    return {"n_queries": n_queries, "n_keys": n_cached + n_queries}
 
 
 def _memory_heads(config: BlockConfig) -> dict[str, Any]:

@@ -479,11 +479,12 @@ class EncoderDecoderState(NamedTuple):
     memory: tuple[KeyValue, ...]  # for each layer, keys and values of the source
     src_mask: Array | None  # (B, S), True = a token, False = padding; None: no padding
     length: Any = 0  # tokens of the target; if the state is static, an integer array ()
+    is_static: bool = False  # whether the KV cache is preallocated, as by `preallocate`
 
     @property
     def target(self) -> DecodeState:
         """The state of the target without the source."""
-        return DecodeState(self.kv_cache, length=self.length)
+        return DecodeState(self.kv_cache, length=self.length, is_static=self.is_static)
 
     @property
     def capacity(self) -> int:
@@ -493,7 +494,7 @@ class EncoderDecoderState(NamedTuple):
     def preallocate(self, n: int) -> EncoderDecoderState:
         """A copy with a preallocated KV cache of `n` slots for the target."""
         kv_cache, _, length, *_ = self.target.preallocate(n)
-        return self._replace(kv_cache=kv_cache, length=length)
+        return self._replace(kv_cache=kv_cache, length=length, is_static=True)
 
     def wider(self, n: int) -> EncoderDecoderState:
         """A copy with the source padded on the right to `n` slots. The mask hides the padding."""

@@ -28,11 +28,9 @@ class DecodeState(NamedTuple):
     # For a model whose RoPE frequencies change with the length; None otherwise:
     rope_length: int | None = None  # by which the keys are rotated (`layers.rope_by_layer`)
     ids: Array | None = None  # (B, S), to compute the keys again
-
-    @property
-    def is_static(self) -> bool:
-        """Whether the KV cache is preallocated, as by `preallocate`."""
-        return not isinstance(self.length, int)
+    # Whether the KV cache is preallocated. The type of `length` does not say it: compiled functions
+    # get numbers as arrays.
+    is_static: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -73,7 +71,8 @@ class DecodeState(NamedTuple):
             mask = xp.concat([mask[:, :length], ones], axis=1)
         dtype = xp.__array_namespace_info__().default_dtypes(device=where)["indexing"]
         kv_cache = tuple(layer.preallocate(n, length) for layer in self.kv_cache)
-        return DecodeState(kv_cache, mask, xp.asarray(length, dtype=dtype, device=where))
+        length = xp.asarray(length, dtype=dtype, device=where)
+        return DecodeState(kv_cache, mask, length, is_static=True)
 
     def static_kv_cache(self) -> tuple[KVCache, ...]:
         """The KV cache of each layer with the `write_index` of the next token."""

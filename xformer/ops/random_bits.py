@@ -40,8 +40,8 @@ class RandomKey(_Parts):
 
 def _plain(part: Any) -> Any:
     """NumPy's integers as int. Arrays stay arrays: reading one would wait for the device."""
-    if isinstance(part, bool) or not isinstance(part, Integral):
-        return part
+    if isinstance(part, bool) or not issubclass(type(part), Integral):
+        return part  # a traced number is only an instance
     return int(part)
 
 

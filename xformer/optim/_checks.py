@@ -101,7 +101,7 @@ def require_state(op: str, state: Any, kind: type) -> None:
 
 def learning_rate(op: str, lr: Any) -> Any:
     """lr as a float of at least 0. An array () is returned as it is: `jax.jit` may trace it."""
-    if not isinstance(lr, Real) and is_array_api_obj(lr) and lr.shape == ():
+    if not issubclass(type(lr), Real) and is_array_api_obj(lr) and lr.shape == ():
         require_array(op, "lr", lr, "a number")
         return lr
     return finite(op, "lr", lr, low=0)
@@ -109,7 +109,8 @@ def learning_rate(op: str, lr: Any) -> Any:
 
 def in_dtype(value: Any, p: Array) -> Any:
     """A number as a float, an array () in the dtype of p, so that neither widens p."""
-    if isinstance(value, Real):  # also NumPy's float64, which 0-d arrays become
+    # Also NumPy's float64, which 0-d arrays become. A traced number is only an instance.
+    if issubclass(type(value), Real):
         return float(value)
     return array_namespace(p).astype(value, p.dtype)
 

@@ -38,7 +38,7 @@ def unsupported(x: Array, *, rate: Any, key: RandomKey | None) -> str | None:
     It needs x in float32 that is no constant of the program; a float rate in (0, 1 - 2^-32); and a
     key whose step, if it is recorded, is a single integer.
     """
-    if not isinstance(rate, float) or not 0 < rate < 1 - 2**-32:
+    if type(rate) is not float or not 0 < rate < 1 - 2**-32:
         return "at a rate of 0 or 1 there are no random words"
     step = key.step if key is not None else None
     if isinstance(step, Traced) and (step.shape or step.dtype.kind not in "iu"):

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from xformer import tree
+from xformer.backends import results
 from xformer.backends.arrays import refusal
 from xformer.backends.base import next_arguments
 from xformer.backends.numba.program import timing
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, gap_free
-from xformer.backends.numba.program.traced import Traced, Unrecorded
+from xformer.backends.numba.program.traced import Traced, TracedNumber, Unrecorded
 from xformer.backends.numpy.threads import n_threads
 from xformer.dispatch import is_reference_only
 
@@ -26,6 +27,7 @@ KEPT = 16  # programs of one function that are kept: those of the last kinds of 
 # NumPy's flags of an array that `gap_free` would not copy: C-contiguous and aligned; writeable.
 READ = 0x101
 DONATED = READ | 0x400
+NUMBERS = "int64", "float64"  # dtypes of Python numbers
 
 
 class Compiled:
@@ -108,7 +110,8 @@ class Compiled:
                 if not is_array or x.flags.num & flags != flags:
                     x = gap_free(np.asarray(x), writeable=flags == DONATED)
                 inputs.append(x)
-                kind.append((type(leaf), is_array, x.shape, x.dtype, x.strides))
+                is_number = _is_number(tree.value(leaf))
+                kind.append((type(leaf), is_number, x.shape, x.dtype, x.strides))
         return tuple(kind), inputs
 
     def _one_by_one(self, n: int, arguments: Sequence[Any], call: Callable[..., Any]) -> Any:
@@ -148,15 +151,22 @@ class Compiled:
         leaves = [(i, x) for i, argument in enumerate(arguments) for x in tree.parts(argument)[0]]
         input_leaves = [(i, x) for i, x in leaves if _is_input(tree.value(x))]
         donated = [n for n, (i, x) in enumerate(input_leaves) if i in self.donated and _is_array(x)]
-        numbers = [n for n, (_, x) in enumerate(input_leaves) if not _is_array(tree.value(x))]
+        numbers = [n for n, (_, x) in enumerate(input_leaves) if _is_number(tree.value(x))]
+        if any(inputs[n].dtype.name not in NUMBERS for n in numbers):
+            raise Unrecorded("an int of the arguments needs more bits than int64 has")
         result_trees: list[Any] = []
 
         def on_inputs(*traced: Traced) -> list[Traced]:
             remaining = iter(traced)
             args = tree.map(lambda x: next(remaining) if _is_input(x) else x, list(arguments))
-            result_trees.append(self.fn(*args))
-            results = tree.flatten({"": result_trees[0]}).values()
-            return [x for x in results if isinstance(x, Traced)]
+            result = self.fn(*args)
+            if (why := results.refusal(result, {id(tree.value(x)) for _, x in leaves})) is not None:
+                raise Unrecorded(why)
+            new = list(map(tree.value, tree.parts(result)[0]))
+            if any(isinstance(x, np.ndarray | np.generic) for x in new):
+                raise Unrecorded("its result holds an array of NumPy that no argument is")
+            result_trees.append(result)
+            return [x for x in new if isinstance(x, Traced)]
 
         layouts = [layout_of(x) for x in inputs]
         program = Recorded(on_inputs, layouts, n_threads(), donated, numbers, lends=self.lends)
@@ -175,7 +185,8 @@ def _filled(like: Any, results: Iterator[Any]) -> Any:
     Results are in the order of `tree.flatten`.
     """
     if isinstance(like, Traced):
-        return next(results)
+        result = next(results)
+        return result.item() if isinstance(like, TracedNumber) else result
     if isinstance(like, tree.Frozen):
         return tree.Frozen(_filled(like.value, results))
     if isinstance(like, dict):
@@ -188,8 +199,13 @@ def _filled(like: Any, results: Iterator[Any]) -> Any:
 
 
 def _is_input(x: Any) -> bool:
-    """Return whether a leaf is an input of the program: an array, or a number that is no bool."""
-    return _is_array(x) or (isinstance(x, int | float | np.number) and not isinstance(x, bool))
+    """Return whether a leaf is an input of the program: an array or a number."""
+    return _is_array(x) or isinstance(x, np.number) or _is_number(x)
+
+
+def _is_number(x: Any) -> bool:
+    """Return whether x is a number of Python: no bool, and of no type of NumPy or of an enum."""
+    return type(x) in (int, float)
 
 
 def _is_array(x: Any) -> bool:

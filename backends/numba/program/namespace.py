@@ -14,7 +14,13 @@ import numpy as np
 
 from xformer.backends.numba.program import elementwise, indexed, reduce, typed
 from xformer.backends.numba.program.program import Program, Run, of
-from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
+from xformer.backends.numba.program.traced import (
+    Traced,
+    TracedNumber,
+    Unrecorded,
+    constant,
+    is_number,
+)
 from xformer.backends.numpy import xp
 
 Shape = tuple[int, ...]
@@ -56,26 +62,21 @@ def _layouts(arguments: Sequence[Any]) -> list[Any]:
     return [x.layout if isinstance(x, Traced) else x for x in arguments]
 
 
-def all_numbers(arrays: Sequence[Any]) -> bool:
-    """Return whether all are Python numbers, or inputs that stand for Python numbers."""
-    return builtins.all(not isinstance(x, Traced) or x.is_number for x in arrays)
-
-
 def _numbers_cast(arrays: Sequence[Any]) -> list[Any]:
-    """Return arrays with number inputs cast to the dtype that a Python number would take here."""
-    if all_numbers(arrays):
+    """Return arrays with traced numbers cast to the dtype that a Python number would take here."""
+    if builtins.all(map(is_number, arrays)):
         return list(arrays)
-    examples = [
-        (1.0 if x.dtype.kind == "f" else 1) if isinstance(x, Traced) and x.is_number else x
-        for x in arrays
-    ]
-    dtype = np.result_type(*(_dummy(x) if isinstance(x, Traced) else x for x in examples))
+    examples = [_EXAMPLES[x.dtype.kind] if type(x) is TracedNumber else x for x in arrays]
+    dtype = np.result_type(*map(_dummy, examples))
     cast = []
     for x in arrays:
-        if isinstance(x, Traced) and x.is_number:
+        if type(x) is TracedNumber:
             x = astype(x, np.result_type(dtype, np.float32) if x.dtype.kind == "f" else dtype)
         cast.append(x)
     return cast
+
+
+_EXAMPLES = {"b": True, "i": 1, "f": 1.0}
 
 
 def _elementwise(name: str) -> Callable[..., Traced]:
@@ -97,7 +98,6 @@ def _elementwise(name: str) -> Callable[..., Traced]:
             cast = _numbers_cast(arrays)
             dtype = fn(*map(_dummy, cast)).dtype
         out = program.fresh(np.broadcast_shapes(*map(np.shape, cast)), dtype)
-        out.is_number = all_numbers(cast)
         _emit(program, name, run, out, cast)
         return out
 
@@ -224,13 +224,18 @@ def asarray(values: Any, /, *, dtype: Any = None, device: Any = None, copy: Any 
     """Return a `Traced` array itself, or cast to `dtype`; other values as a constant."""
     if not isinstance(values, Traced):
         return constant(xp.asarray(values, dtype=dtype))
-    return values if dtype is None else astype(values, dtype)
+    return _array(values) if dtype is None else astype(values, dtype)
+
+
+def _array(x: Traced) -> Traced:
+    """Return x, a number as an array (), whose dtype counts."""
+    return x.view(x.layout) if type(x) is TracedNumber else x
 
 
 def astype(x: Traced, dtype: Any, /, *, copy: bool = True, device: Any = None) -> Traced:
     """Return x cast to another dtype; x itself if it has that dtype."""
     if x.dtype == dtype:
-        return x
+        return _array(x)
     if x.is_constant:
         return constant(xp.astype(x.layout, dtype))
     program = _program(x)
@@ -433,7 +438,7 @@ def tile(x: Traced, repetitions: Sequence[int], /) -> Traced:
 
 def pow(x1: Any, x2: Any, /) -> Traced:
     """Return x1 to the power of x2; the int 2 multiplies floats by themselves, as in NumPy."""
-    if isinstance(x1, Traced) and x1.dtype.kind == "f" and isinstance(x2, int) and x2 == 2:
+    if isinstance(x1, Traced) and x1.dtype.kind == "f" and type(x2) is int and x2 == 2:
         return _square(x1)
     return _pow(x1, x2)
 

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.backends.numba.program.native import Native
-from xformer.backends.numba.program.traced import Buffer, Shape, Traced, laid_out
+from xformer.backends.numba.program.traced import (
+    Buffer,
+    Shape,
+    Traced,
+    TracedNumber,
+    laid_out,
+    number,
+)
 from xformer.backends.numba.tuning import WORTH
 
 Operand = Any  # a `Traced`, or an array or a number whose value is known while recording
@@ -59,10 +66,10 @@ class Program:
         self.inputs.append(x)
         return x
 
-    def number(self, name: str, dtype: Any) -> Traced:
+    def number(self, name: str, dtype: Any) -> TracedNumber:
         """Declare an input that is a Python number."""
-        x = self.input(name, (), dtype, ())
-        x.is_number = True
+        x = number(self.input(name, (), dtype, ()))
+        self.inputs[-1] = x
         return x
 
     def fresh(self, shape: Sequence[int], dtype: Any) -> Traced:

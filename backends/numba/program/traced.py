@@ -34,10 +34,9 @@ class Traced:
     layout: a NumPy array of the same shape, dtype and strides. NumPy makes views of it; its memory
         is read for constants only.
     base: the address in the memory of `layout` that corresponds to the first byte of the buffer.
-    is_number: whether it stands for a Python number, which takes the dtype of the other operands.
     """
 
-    __slots__ = ("base", "buffer", "is_number", "layout", "program")
+    __slots__ = ("base", "buffer", "layout", "program")
     __xformer_library__ = "numba.kernels"
     __array_ufunc__ = None  # operators of NumPy arrays then call the methods below
     __array_priority__ = 1000.0
@@ -47,7 +46,6 @@ class Traced:
         self, program: Program | None, buffer: Buffer | None, layout: Any, base: int
     ) -> None:
         self.program, self.buffer, self.layout, self.base = program, buffer, layout, base
-        self.is_number = False
 
     @property
     def is_constant(self) -> bool:
@@ -136,9 +134,42 @@ class Traced:
         self._value()
         return constant, (self.layout,)
 
+    def __str__(self) -> str:
+        return str(self._value())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._value(), spec)
+
     def __repr__(self) -> str:
         state = "constant" if self.is_constant else "traced"
         return f"<{state} {self.dtype.name}{list(self.shape)}>"
+
+
+class TracedNumber(Traced):
+    """A Python number of the arguments, or the result of an operator on numbers only.
+
+    It takes the dtype of other operands. `isinstance` says the type of the number, as a function
+    may ask for it. A result of this class is returned as a Python number.
+    """
+
+    __slots__ = ()
+
+    @property
+    def __class__(self) -> Any:
+        return {"b": bool, "i": int, "f": float}[self.dtype.kind]
+
+    def __hash__(self) -> int:
+        return hash(self._value())
+
+
+def number(x: Traced) -> TracedNumber:
+    """Return x, an array () of dtype int64, float64 or bool, as a number."""
+    return TracedNumber(x.program, x.buffer, x.layout, x.base)
+
+
+def is_number(x: Any) -> bool:
+    """Return whether x is a Python number, or stands for one."""
+    return type(x) in (TracedNumber, int, float, bool)
 
 
 def constant(values: Any) -> Traced:
@@ -170,8 +201,16 @@ def _operator(name: str, *, reverse: bool = False) -> Any:
         from xformer.backends.numba.program import namespace
 
         fn = getattr(namespace, name)
-        result: Traced = fn(other, self) if reverse else fn(self, other)
-        return result
+        operands = (other, self) if reverse else (self, other)
+        if not all(map(is_number, operands)):
+            result: Traced = fn(*operands)
+            return result
+        if name in _ARITHMETIC and all(isinstance(x, bool) for x in operands):
+            raise Unrecorded("arithmetic of two booleans gives an int")
+        is_whole = type(operands[1]) is int and operands[1] >= 0
+        if name == "pow" and not any(isinstance(x, float) for x in operands) and not is_whole:
+            raise Unrecorded("an int to the power of an int may be a float")
+        return number(fn(*operands))
 
     return method
 
@@ -183,7 +222,7 @@ def _unary(name: str) -> Any:
         from xformer.backends.numba.program import namespace
 
         result: Traced = getattr(namespace, name)(self)
-        return result
+        return number(result) if is_number(self) else result
 
     return method
 
@@ -196,13 +235,14 @@ _BINARY = {
     "floordiv": "floor_divide",
     "mod": "remainder",
     "pow": "pow",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
     "matmul": "matmul",
     "and": "bitwise_and",
     "or": "bitwise_or",
     "xor": "bitwise_xor",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
 }
+_ARITHMETIC = list(_BINARY.values())[:9]
 _COMPARISONS = {
     "eq": "equal",
     "ne": "not_equal",
