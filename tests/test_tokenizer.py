@@ -371,10 +371,13 @@ def test_transformers_loads_what_is_saved(tmp_path: Path) -> None:
 
 
 MADE: dict[str, Any] = {"bert": word_piece, "roberta": lambda p: byte_level(p, *ROBERTA)}
+YY = {"content": "Y", "__type": "AddedToken"}
 CLASSES = [
     ("bert", "BertTokenizer", {"model_max_length": 7}),
     ("bert", "DistilBertTokenizer", {"model_max_length": 9, "padding_side": "left"}),
     ("bert", "PreTrainedTokenizerFast", {"model_input_names": ["input_ids", "attention_mask"]}),
+    ("bert", "BertTokenizer", {"extra_special_tokens": {"image_token": "X"}, "own_token": "Y"}),
+    ("bert", "BertTokenizer", {"additional_special_tokens": ["X", YY]}),
     ("roberta", "RobertaTokenizer", {"add_prefix_space": True}),
     ("roberta", "GPT2Tokenizer", {"chat_template": "{{ messages }}"}),
 ]
@@ -399,6 +402,8 @@ def test_transformers_makes_the_same_inputs_of_what_is_saved(
         assert after(text)["input_ids"] == ours.encode(text)
     kept = ("model_max_length", "padding_side", "chat_template", "cls_token", "sep_token")
     assert [getattr(after, key) for key in kept] == [getattr(before, key) for key in kept]
+    assert set(before.all_special_tokens) <= set(after.all_special_tokens)
+    assert getattr(after, "image_token", None) == getattr(before, "image_token", None)
     # transformers 4 changes the pre-tokenizer of tokenizer.json unless the key agrees.
     spaced = json.loads((new / "tokenizer_config.json").read_text())["add_prefix_space"]
     assert spaced is keys.get("add_prefix_space", False)

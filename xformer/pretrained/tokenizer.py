@@ -13,7 +13,15 @@ import numpy as np
 
 from xformer.files import replacing
 from xformer.pretrained.config import Config
-from xformer.pretrained.tokenizer_config import CONFIG, MAX_ID, content, settings
+from xformer.pretrained.tokenizer_config import (
+    CONFIG,
+    EXTRA,
+    MAX_ID,
+    NAMED,
+    content,
+    settings,
+    tokens_of,
+)
 from xformer.pretrained.vocabularies import build, translated
 
 # Names to look for if no tokenizer_config.json names these tokens.
@@ -90,7 +98,8 @@ class Tokenizer:
         inputs = config.texts("model_input_names", default=("token_type_ids",))
         self._marks_words = bool(getattr(inner.model, "continuing_subword_prefix", None))
         self._has_types = "token_type_ids" in inputs
-        self._kept = {key: config.data[key] for key in KEPT if config.data.get(key) is not None}
+        kept = [*KEPT, *EXTRA, *(key for key in tokens_of(config).named if key not in NAMED)]
+        self._kept = {key: config.data[key] for key in kept if config.data.get(key) is not None}
         self._tokens = {kind: self._token(kind, config, usual) for kind in (*USUAL, *ENDS)}
         if str(config.data.get("tokenizer_class")).removesuffix("Fast") in LEFT:
             self._kept.setdefault("padding_side", "left")
