@@ -91,16 +91,10 @@ def settings(folder: Path) -> Config:
             data.setdefault(key, value)
     if data.get(BY_ID) is None and os.path.lexists(folder / ADDED):
         data["added_tokens"] = read_json(folder / ADDED, CONFIG_LIMIT)
-    if _is_distilbert(data, folder):  # its class is BERT's but for the inputs
+    if str(data.get("tokenizer_class")).removesuffix("Fast") == "DistilBertTokenizer":
+        # It is BERT's but for the inputs. Without a name, transformers takes BERT's class.
         data.setdefault("model_input_names", ["input_ids", "attention_mask"])
     return Config(data, str(folder / CONFIG))
-
-
-def _is_distilbert(data: Mapping[str, Any], folder: Path) -> bool:
-    """Whether the tokenizer is of DistilBERT, whose models have no token types."""
-    if (named := data.get("tokenizer_class")) is None and os.path.lexists(folder / MODEL):
-        return read_json(folder / MODEL).get("model_type") == "distilbert"
-    return str(named).removesuffix("Fast") == "DistilBertTokenizer"
 
 
 def class_of(config: Config, folder: Path) -> tuple[str | None, bool]:
