@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("text").add_argument
-    what = "a .jsonl file, or a text file with one text a line"
+    what = "a .jsonl, .json, .csv or .tsv file, or a text file with one text a line"
     add("--data", metavar="FILE", type=nonempty, help=what)
     tasks = f"{', '.join(finetune.TASKS)} (default: chosen by the fields and the model)"
     add("--task", metavar="TASK", choices=finetune.TASKS, help=tasks)
