@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -14,7 +14,7 @@ pytest.importorskip("numba", reason="needs extra numba")
 
 from causal_models import causal
 
-from xformer import GPT, backends, reference_only, tree
+from xformer import GPT, backends, optim, reference_only, tree
 from xformer.backends.numba.program import run as programs
 from xformer.generation import generate, stream
 from xformer.generation.compiled import _compiled
@@ -212,3 +212,88 @@ def test_a_model_that_has_no_likeliest_token() -> None:
     params = tree.map(lambda p: np.full(p.shape, np.nan, np.float32), params)
     with pytest.raises(ValueError, match="the largest logit of each row must be finite"):
         generate(model, params, PROMPTS[:1], max_new_tokens=5, compiled=True)
+
+
+# ---- Optimisers of one's own ----
+
+
+class Own(NamedTuple):
+    """A state with numbers of every type."""
+
+    velocity: Any
+    decay: float = 0.9
+    steps: int = 0
+    warm: bool = True
+    width: int = 4
+    name: str = "own"
+
+
+def own_step(params: Any, grads: Any, state: Any, *, lr: float, donate: bool) -> Any:
+    velocity = tree.map(lambda v, g: state.decay * v + g, state.velocity, grads)
+    rate = lr / (1 + 0.1 * state.steps) if state.warm else lr
+    trained = tree.map(lambda p, v: p - rate * v, params, velocity)
+    decay = state.decay * 0.99
+    return trained, state._replace(velocity=velocity, decay=decay, steps=state.steps + 1)
+
+
+def reading_step(params: Any, grads: Any, state: Any, *, lr: float, donate: bool) -> Any:
+    """A step that reads numbers: it cannot be recorded."""
+    state = state._replace(warm=state.steps < 2, decay=max(state.decay, 0.5))
+    return own_step(params, grads, state, lr=lr, donate=donate)
+
+
+def own_init(params: Any) -> Own:
+    return Own(tree.map(np.zeros_like, params))
+
+
+@pytest.mark.parametrize("step", [own_step, reading_step])
+def test_an_optimiser_of_ones_own(step: Any) -> None:
+    """It trains as without programs: the same types, losses and states, also after a resume."""
+    own = optim.Optimiser(own_init, step)
+    config = TrainConfig(**vars(CONFIG) | {"ema": 0.9})
+
+    def trained(steps: int, state: Any = None, **options: Any) -> Any:
+        short = TrainConfig(**vars(config) | {"steps": steps})
+        state = state or start(MODEL.init(), short, own)
+        options |= {"optimiser": own, "schedule": config.learning_rate(), "donate": True}
+        steps = list(train(loss_of(MODEL), state, SOURCE, short, "numba", **options))
+        copy = tree.map(lambda x: x.copy() if hasattr(x, "dtype") else x, steps[-1].state)
+        return [(step.loss, step.norm, step.validation) for step in steps], copy
+
+    wanted = trained(6, compiled=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = trained(6)
+        first = trained(3)
+        rest = trained(6, first[1])
+        assert type(rest[1].optimiser.steps) is int and rest[1].optimiser.steps == 6
+    assert bool(said) == (step is reading_step)
+    require_alike(got, wanted)
+    assert first[0] + rest[0] == got[0]
+    a, b = tree.flatten(got[1].optimiser), tree.flatten(wanted[1].optimiser)
+    for name, leaf in a.items():
+        assert np.asarray(leaf).dtype == np.asarray(b[name]).dtype, name
+        np.testing.assert_allclose(leaf, b[name], rtol=2e-4, atol=2e-4) if name != "name" else None
+    assert tree.flatten(got[1].params)["embed.table"].dtype == np.float32
+
+
+@pytest.mark.parametrize("other", ["jax", "torch"])
+def test_an_optimiser_of_ones_own_elsewhere(other: str) -> None:
+    pytest.importorskip(other, reason=f"{other} is not installed")
+    place = backends.get(other)
+    zeros = place.xp.zeros_like
+    own = optim.Optimiser(lambda params: Own(tree.map(zeros, params)), own_step)
+    params = tree.map(place.asarray, tree.map(lambda p: p.astype(np.float32), MODEL.init()))
+    states = []
+    for compiled in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch compiles nothing
+            options: Any = {"donate": True, "optimiser": own, "compiled": compiled}
+            begin = start(tree.map(lambda p: p + 0, params), CONFIG, own)
+            steps = list(train(loss_of(MODEL), begin, SOURCE, CONFIG, place, **options))
+        states.append(([step.loss for step in steps], steps[-1].state.optimiser))
+    np.testing.assert_allclose(states[1][0], states[0][0], rtol=2e-4)
+    for name in ("decay", "steps", "warm", "width", "name"):
+        got, wanted = (getattr(state, name) for _, state in states)
+        assert type(got) is type(wanted), name
+        assert got == (pytest.approx(wanted, rel=1e-6) if name == "decay" else wanted)

@@ -94,7 +94,8 @@ class Captured:
                 return self._state, self._results  # type: ignore[return-value]  # not None
             state = self._state
             self._forget()
-        return self._step(state, {name: self._of_device(x) for name, x in inputs.items()})
+        moved = {n: self._of_device(x) if hasattr(x, "dtype") else x for n, x in inputs.items()}
+        return self._step(state, moved)
 
     def again(self, state: dict[str, Array], n: int) -> int:
         """Repeat the last call on its results up to n times; return how many times.

@@ -55,7 +55,7 @@ class CompiledSteps:
         self.loss, self.config, self.backend, self.optimiser = loss, config, backend, optimiser
         self.reduce = reduce
         self._call: Any = backend.compiled(self._step, (0, 1, 2), lends=True)
-        self._counters: list[str] = []  # leaves of the optimiser's state that are numbers
+        self._numbers: list[str] = []  # leaves of the optimiser's state that are Python numbers
 
     def __call__(
         self, state: State, batches: Sequence[Batch], lr: float
@@ -65,10 +65,13 @@ class CompiledSteps:
         ValueError for a batch without targets, or with ids outside the vocabulary.
         """
         arguments = self._arguments(state, batches, lr)
-        trained, leaves, average, numbers, grads = self._call(*arguments)
+        trained, optimiser, average, numbers, grads, counters = self._call(*arguments)
         loss, norm, *counts = self.backend.to_numpy(numbers).tolist()
-        counted = dict(zip(self._counters, map(int, counts), strict=True))
-        optimiser = tree.unflatten(state.optimiser, leaves | counted)
+        if counts:
+            leaves, old = tree.flatten(optimiser), tree.flatten(state.optimiser)
+            for name, count in zip(counters, counts, strict=True):
+                leaves[name] = type(old[name])(count)
+            optimiser = tree.unflatten(optimiser, leaves)
         return (trained, optimiser, average), (loss, norm), grads
 
     def recorded(self, state: State, batches: Sequence[Batch], lr: float) -> Any:
@@ -84,7 +87,7 @@ class CompiledSteps:
             "lr": lr,
         }
         leaves = tree.flatten(state.optimiser)
-        self._counters = [name for name, leaf in leaves.items() if isinstance(leaf, int)]
+        self._numbers = [name for name, leaf in leaves.items() if type(leaf) in (int, float)]
         return state.params, state.optimiser, state.ema, inputs
 
     def _step(self, params: Any, optimiser: Any, average: Any, inputs: Any) -> Any:
@@ -107,8 +110,10 @@ class CompiledSteps:
         )
         if config.ema is not None:
             average = optim.ema(average, trained, decay=config.ema, donate=True)
-        leaves = tree.flatten(optimiser)
-        xp = array_namespace(value)
-        counts = [leaves.pop(name) for name in self._counters]
+        xp, leaves = array_namespace(value), tree.flatten(optimiser)
+        # Python numbers that a step computes on a device are arrays there.
+        counters = [n for n in self._numbers if not isinstance(leaves.get(n, 0), int | float)]
+        counts = [leaves.pop(name) for name in counters]
         numbers = xp.stack([xp.astype(x, xp.float64) for x in (value, norm, *counts)])
-        return trained, leaves, average, numbers, grads
+        optimiser = tree.unflatten(optimiser, leaves | dict.fromkeys(counters, 0))
+        return trained, optimiser, average, numbers, grads, counters
