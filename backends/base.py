@@ -198,6 +198,12 @@ class Backend:
         return "cpu" if self.device is None else str(self.device)
 
 
+def summary(error: Exception) -> str:
+    """Return an error in one line: its type, unless it is a TypeError, and its message."""
+    message = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return message if isinstance(error, TypeError) else f"{type(error).__name__}: {message}"
+
+
 def next_arguments(
     arguments: Sequence[Any], donated: Collection[int], results: Sequence[Any]
 ) -> list[Any]:

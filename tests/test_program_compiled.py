@@ -217,6 +217,6 @@ def test_arrays_that_compute_otherwise_are_refused() -> None:
     """A program would read their data, and not their mask."""
     x = np.ones(3, np.float32)
     compiled = Compiled(lambda x, y: x + y)
-    with pytest.raises(TypeError, match="arguments must hold arrays, got MaskedArray"):
+    with pytest.raises(TypeError, match="must be of a library's own type, got MaskedArray"):
         compiled(x, np.ma.masked_array(x, mask=[True, False, False]))
     assert compiled(x, x).tolist() == [2, 2, 2]

@@ -11,25 +11,32 @@ libraries call the function itself.
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from array_api_compat import device, is_array_api_obj
+from array_api_compat import device, is_array_api_obj, is_numpy_array
 
 from xformer import backends, tree
 from xformer.checks import require_sizes
-from xformer.dispatch import inference
+from xformer.dispatch import contexts, inference
+from xformer.keys import Reads, Unkeyed
+from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
+
+KEPT = 16  # sets of values that a function reads besides its arguments
 
 
 def compile(fn: Callable[..., Any], *, donate: int | Sequence[int] = ()) -> Compiled:
     """A compiled version of `fn(*trees) -> tree`, which computes the same.
 
     fn: a pure function: its result depends only on its arguments, and it reads shapes and dtypes of
-        arrays, but not their values. Arrays and numbers of the arguments may change from call to
-        call. Everything else (names, booleans, None, shapes, dtypes) is compiled in: each
-        combination is compiled once.
+        arrays, but not their values. Arrays and numbers of the arguments, and steps of random keys,
+        may change from call to call. Everything else is compiled in: names, booleans, None, shapes,
+        dtypes, contexts such as `inference()`, and what fn reads of closures, globals and
+        attributes. Each combination is compiled once.
     donate: indices of arguments whose arrays the call may overwrite, except for `tree.Frozen` ones;
         they must not be used afterwards. Results of the same shapes and dtypes, in the same order,
         reuse their memory.
@@ -49,11 +56,20 @@ class Compiled:
         numbers = (donate,) if isinstance(donate, int) else tuple(donate)
         names = {f"donate[{i}]": number for i, number in enumerate(numbers)}
         self.fn, self.donate = fn, tuple(require_sizes("compile", 0, **names))
-        self._calls: dict[Any, Any] = {}  # array type and device -> compiled call
+        self.__wrapped__ = fn
+        self._reads = {host: Reads(fn, host_values=host) for host in (True, False)}
+        # By the array type, its device, the contexts, and what the function reads besides its
+        # arguments: the compiled call, or the function itself.
+        self._calls: dict[Any, Any] = {}
+        self._lock = threading.RLock()  # a signal handler may call, too
 
     def __call__(self, *arguments: Any) -> Any:
-        """The result of fn. ValueError if no argument has an array, or donate is out of range."""
-        return self._call(arguments)(*arguments)
+        """The result of fn. ValueError if no argument has an array, or donate is out of range.
+
+        Within a function that is compiled, differentiated by `jvp` or rounded it is fn itself.
+        """
+        call, inputs = self._call(arguments)
+        return call(*inputs)
 
     def timed(self, *arguments: Any) -> str:
         """A table of the time of each instruction of a program, the longest first.
@@ -61,36 +77,65 @@ class Compiled:
         See `docs/compile.md`. The arguments are not changed. ValueError if the library has no
         programs, and if a call raises it. TypeError for a function that cannot be recorded.
         """
-        call = self._call(arguments)
+        call, inputs = self._call(arguments)
         if not hasattr(call, "timed"):
             raise ValueError(f"timed: a call is no program here: {call.explain()}")
-        table: str = call.timed(*arguments)
+        table: str = call.timed(*inputs)
         return table
 
-    def _call(self, arguments: tuple[Any, ...]) -> Any:
-        """The compiled call for the library and device of the arguments."""
+    def _call(self, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The compiled call for these arguments, and the arguments for it."""
         if any(i >= len(arguments) for i in self.donate):
             raise ValueError(
                 f"compile: donate must be below the {len(arguments)} arguments, got {self.donate}"
             )
-        first = _first(arguments)
-        if first is None:
+        leaves: dict[type, Any] = {}
+        _collect(arguments, leaves)
+        arrays = [x for kind, x in leaves.items() if kind is not RandomKey and is_array_api_obj(x)]
+        if not arrays:
             raise ValueError("compile: an argument must hold an array, got none")
-        where = type(first), str(device(first))  # CuPy's devices cannot be keys
-        if where not in self._calls:
-            backend = replace(backends.backend_of(first), device=device(first))
-            self._calls[where] = backend.compiled(self.fn, self.donate) or _Plain(self.fn, backend)
-        return self._calls[where]
+        first = arrays[0]
+        if any(type(x).__module__.startswith("xformer.") for x in arrays):
+            return _Plain(self.fn, f"{type(first).__name__} arrays are not compiled"), arguments
+        fn = self.fn
+        if RandomKey in leaves:
+            arguments, fn = _fixed(arguments), _WithKeys(fn)
+        with self._lock:
+            return self._of(first, fn), arguments
+
+    def _of(self, first: Array, fn: Callable[..., Any]) -> Any:
+        """The compiled call of fn for arrays like `first`, made if it is new."""
+        where = type(first), str(device(first)), type(fn), contexts()  # CuPy's devices have no hash
+        backend = replace(backends.backend_of(first), device=device(first))
+        try:
+            key = where, self._reads[not is_numpy_array(first)].key()
+        except Unkeyed as error:
+            key = where, str(error)
+        if key not in self._calls and sum(where == known for known, _ in self._calls) >= KEPT:
+            key = where, f"what it reads besides its arguments has changed {KEPT} times"
+        if key in self._calls:
+            return self._calls[key]
+        call: Any = backend.compiled(fn, self.donate)
+        if call is None:
+            call = _Plain(
+                fn, f"backend {backend.name} compiles nothing here: the function is called as it is"
+            )
+        elif isinstance(key[1], str):
+            why = f"backend {backend.name}: not compiled: {key[1]}; the function is called as it is"
+            call = _Plain(fn, why)
+            warnings.warn(why, RuntimeWarning, stacklevel=4)
+        self._calls[key] = call
+        return call
 
     def explain(self) -> str:
         """A text: what is compiled, what is not, and why."""
         if not self._calls:
             return "nothing is compiled yet: the first call compiles"
-        return "\n".join(call.explain() for call in self._calls.values())
+        return "\n".join(call.explain() for call in list(self._calls.values()))
 
     def __str__(self) -> str:
         """The listing of the compiled programs, if the library has one."""
-        return "\n\n".join(map(str, self._calls.values()))
+        return "\n\n".join(map(str, list(self._calls.values())))
 
 
 class Forward:
@@ -126,16 +171,55 @@ def bucket(length: int) -> int:
 
 
 class _Plain:
-    """The function without compilation, for libraries that cannot compile."""
+    """The function without compilation, and why."""
 
-    def __init__(self, fn: Callable[..., Any], backend: backends.Backend) -> None:
-        self.fn, self.backend = fn, backend
+    def __init__(self, fn: Callable[..., Any], why: str) -> None:
+        self.fn, self.why = fn, why
 
     def __call__(self, *arguments: Any) -> Any:
         return self.fn(*arguments)
 
     def explain(self) -> str:
-        return f"backend {self.backend.name} compiles nothing here: the function is called as it is"
+        return self.why
+
+
+class _WithKeys:
+    """fn for arguments from `_fixed`: it gets keys whose parts are numbers again."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.fn(*tree.map_nodes(self._freed, arguments, RandomKey))
+
+    @staticmethod
+    def _freed(name: str, key: Any) -> RandomKey:
+        parts: Any = (x.value if isinstance(x, tree.Constant) else x for x in key)
+        return RandomKey(*parts)
+
+
+def _fixed(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with the seed and the site of each random key compiled in; the step is an input."""
+
+    def fixed(name: str, key: Any) -> RandomKey:
+        seed, site = (tree.Constant(x) for x in (key.seed, key.site))
+        return key._replace(seed=seed, site=site)
+
+    return tree.map_nodes(fixed, arguments, RandomKey)
+
+
+def _collect(parts: Iterable[Any], leaves: dict[type, Any]) -> None:
+    """Add the first leaf of each type in trees, and the first random key."""
+    for part in parts:
+        part = part.value if isinstance(part, tree.Frozen) else part
+        if type(part) in leaves and not isinstance(part, RandomKey):
+            continue
+        if isinstance(part, RandomKey):
+            leaves[RandomKey] = part
+        if isinstance(part, tree.INNER):
+            _collect(part.values() if isinstance(part, dict) else part, leaves)
+        else:
+            leaves[type(part)] = part
 
 
 def _first(parts: Iterable[Any]) -> Array | None:

@@ -472,6 +472,13 @@ def is_inference() -> bool:
     return _inference.get()
 
 
+def contexts() -> tuple[Any, ...]:
+    """The values of all contexts that decide which function an op runs, and what it returns."""
+    return tuple(
+        x.get() for x in (_chosen, _reference_only, _without_kernels, _unfused, _inference)
+    )
+
+
 def saved(cache: Any) -> Any:
     """`cache`, which only backward uses; NoCache within `inference()`."""
     return NoCache() if _inference.get() else cache

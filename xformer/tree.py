@@ -22,6 +22,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
 
+from xformer.keys import exact
 from xformer.typing import Tree
 
 INNER = tuple, list, dict
@@ -279,11 +280,15 @@ def _collect(parts: Iterable[Any], kinds: list[Any], leaves: list[Any]) -> None:
             kinds.append(None)
         elif isinstance(part, INNER):
             kinds.append(type(part))
-            if not (isinstance(part, tuple) and hasattr(part, "_fields")):
-                kinds.append(_names(part))
+            if isinstance(part, dict):
+                kinds.append(
+                    tuple(part) if {str}.issuperset(map(type, part)) else exact(list(part))
+                )
+            elif not hasattr(part, "_fields"):
+                kinds.append(len(part))
             _collect(_parts(part), kinds, leaves)
         elif isinstance(part, Constant):
-            kinds.append(part)
+            kinds.append((Constant, exact(part.value)))
         else:
             kinds.append(Any)
             leaves.append(part)

@@ -15,6 +15,7 @@ from xformer.backends import results as of_calls
 from xformer.backends.base import Backend, next_arguments
 from xformer.backends.cupy.captured import Captured, is_of_device
 from xformer.dispatch import observed
+from xformer.keys import Unkeyed, exact
 from xformer.typing import Array
 
 
@@ -86,7 +87,12 @@ class Compiled:
     def __call__(self, *arguments: Any) -> Any:
         if self._is_refused:
             return self.fn(*arguments)
-        state, inputs, kind = self._read(arguments)
+        try:
+            state, inputs, kind = self._read(arguments)
+        except Unkeyed as error:
+            self._call.is_launched = False
+            self._call.say(f"an argument has no key: {error}")
+            return self.fn(*arguments)
         self._kind = self._kind or kind
         if kind != self._kind:
             self._call.is_launched = False
@@ -129,7 +135,7 @@ class Compiled:
             for n, leaf in enumerate(leaves):
                 x = tree.value(leaf)
                 if not _is_input(x):
-                    kind.append(x)
+                    kind.append((type(leaf), exact(x)))
                 elif x is leaf and i in self.donated and is_of_device(x):
                     state[f"{i}.{n}"] = x
                 else:

@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.errors import JAXTypeError
+from jax.errors import JaxRuntimeError
 
 from xformer import tree
 from xformer.backends import results
+from xformer.backends.base import summary
 from xformer.dispatch import observed
+from xformer.keys import exact
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,10 @@ class _Structure:
 
     def __init__(self, arguments: Any) -> None:
         leaves, nodes = tree.parts(arguments)
-        self.arguments, self._key = arguments, (nodes, tuple(leaves))
+        keys = (
+            x if isinstance(x, _Placeholder) else (type(x), exact(tree.value(x))) for x in leaves
+        )
+        self.arguments, self._key = arguments, (nodes, tuple(keys))
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -111,17 +116,17 @@ class Compiled:
             without_arrays.append(tree.map(replace, [argument])[0])
         try:
             returned = self._call(_Structure(without_arrays), arrays[True], arrays[False])
-        except (
-            JAXTypeError,
-            _NotReturned,
-        ) as error:  # raised while JAX traces, so nothing has been computed
-            why = f"backend jax: not compiled: {str(error).splitlines()[0]}"
+        except JaxRuntimeError:  # of a run
+            raise
+        except Exception as error:  # raised while JAX traces, so nothing has been computed
+            why = f"backend jax: not compiled: {summary(error)}"
         else:
             return _returned(returned, arrays[False])
+        result = self.fn(*arguments)  # an error of its own is the caller's
         if why not in self._warnings:
             self._warnings.add(why)
             warnings.warn(why, RuntimeWarning, stacklevel=3)
-        return self.fn(*arguments)
+        return result
 
     def _flat(self, structure: _Structure, donated: list[Any], other: list[Any]) -> Any:
         """Call fn with the arrays at their placeholders: the function that JAX traces."""

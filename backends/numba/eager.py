@@ -22,7 +22,8 @@ from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
 from xformer.backends.numba.tuning import LEAST
 from xformer.backends.numpy.leaves import share_no_memory
 from xformer.backends.numpy.threads import n_threads
-from xformer.dispatch import Overridable, chosen_kernels, is_inference, is_reference_only
+from xformer.dispatch import Overridable, chosen_kernels, contexts
+from xformer.keys import exact
 from xformer.ops.random_bits import RandomKey, require_key
 from xformer.ready import Ready, report
 
@@ -188,8 +189,7 @@ class _Call:
         shares: bool = True,
     ) -> None:
         self.fn, self.args, self.donated, self.shares = fn, args, list[int](), shares
-        contexts = n_threads(), is_inference(), is_reference_only()
-        self.inputs, kind = list[Any](), [fn, donated, contexts]
+        self.inputs, kind = list[Any](), [fn, donated, n_threads(), contexts()]
         for i, arg in enumerate(args):
             leaves, nodes = tree.parts(arg)
             kind.append(nodes)
@@ -199,7 +199,7 @@ class _Call:
                     name = fn.__name__.lstrip("_")
                     raise TypeError(f"{name}: arguments must hold arrays, got {why}")
                 if not isinstance(x, np.ndarray):
-                    kind.append((type(leaf), leaf))
+                    kind.append((type(leaf), exact(x)))
                     continue
                 x = gap_free(x, writeable=i in donated)
                 if i in donated:

@@ -6,6 +6,7 @@ other values in the arguments, and the number of threads.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,13 +16,14 @@ import numpy as np
 from xformer import tree
 from xformer.backends import results
 from xformer.backends.arrays import refusal
-from xformer.backends.base import next_arguments
+from xformer.backends.base import next_arguments, summary
 from xformer.backends.numba.program import timing
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, gap_free
 from xformer.backends.numba.program.traced import Traced, TracedNumber, Unrecorded
 from xformer.backends.numpy.threads import n_threads
-from xformer.dispatch import is_reference_only
+from xformer.dispatch import Refused, contexts
+from xformer.keys import exact
 
 KEPT = 16  # programs of one function that are kept: those of the last kinds of arguments
 # NumPy's flags of an array that `gap_free` would not copy: C-contiguous and aligned; writeable.
@@ -46,6 +48,7 @@ class Compiled:
     ) -> None:
         self.fn, self.donated, self.lends = fn, tuple(donated), lends
         self.programs: dict[Any, tuple[Recorded, Any]] = {}
+        self._lock = threading.RLock()  # a signal handler may call, too
         self.refused: dict[Any, str] = {}  # why a kind cannot be recorded
 
     def __call__(self, *arguments: Any) -> Any:
@@ -58,15 +61,23 @@ class Compiled:
         The next call gets these instead of the donated arguments. No Python runs between the calls
         if every new array is written over the donated array that it replaces.
         """
-        kind, inputs = self._read(arguments)
-        if kind in self.refused:
-            return self._one_by_one(n, arguments, self.fn)
+        kind = why = None
         try:
-            program, like = self._program(kind, arguments, inputs)
-        except Unrecorded as error:
-            self.refused[kind] = why = f"not recorded: {error}; the function is called as it is"
-            warnings.warn(f"backend numba: {why}", RuntimeWarning, stacklevel=4)
-            return self._one_by_one(n, arguments, self.fn)
+            kind, inputs = self._read(arguments)
+            if kind not in self.refused:
+                program, like = self._program(kind, arguments, inputs)
+        except Refused:
+            raise
+        except Exception as error:
+            why = f"not recorded: {summary(error)}; the function is called as it is"
+        if why is not None or kind in self.refused:
+            results = self._one_by_one(n, arguments, self.fn)  # an error of its own is the caller's
+            if why is not None:
+                is_new = why not in self.refused.values()
+                self._keep(self.refused, kind, why)
+                if is_new:
+                    warnings.warn(f"backend numba: {why}", RuntimeWarning, stacklevel=4)
+            return results
         if n > 1 and not program.repeats_in_place:
             return self._one_by_one(n, arguments, self)
         return _filled(like, iter(program.run(inputs, n)))
@@ -94,20 +105,20 @@ class Compiled:
 
         Inputs are the arrays and numbers of the arguments; arrays that have gaps are copied.
         """
-        inputs, kind = list[Any](), list[Any]([n_threads(), is_reference_only()])
+        inputs, kind = list[Any](), list[Any]([n_threads(), contexts()])
         for i, argument in enumerate(arguments):
             flags = DONATED if i in self.donated else READ
             leaves, nodes = tree.parts(argument)
             kind.append(nodes)
             for leaf in leaves:
                 x = leaf.value if isinstance(leaf, tree.Frozen) else leaf
-                is_array = isinstance(x, np.ndarray)
+                is_array = isinstance(x, np.ndarray | np.number)
                 if type(x) is not np.ndarray and (why := refusal(type(x))) is not None:
-                    raise TypeError(f"compile: arguments must hold arrays, got {why}")
+                    raise Refused(why)
                 if not is_array and not _is_input(x):
-                    kind.append((type(leaf), x))
+                    kind.append((type(leaf), exact(x)))
                     continue
-                if not is_array or x.flags.num & flags != flags:
+                if not isinstance(x, np.ndarray) or x.flags.num & flags != flags:
                     x = gap_free(np.asarray(x), writeable=flags == DONATED)
                 inputs.append(x)
                 is_number = _is_number(tree.value(leaf))
@@ -128,10 +139,15 @@ class Compiled:
         The leaves of that tree are arrays without values.
         """
         program = self.programs.pop(kind, None) or self._record(arguments, inputs)
-        self.programs[kind] = program  # the most recent one is the last
-        while len(self.programs) > KEPT:
-            del self.programs[next(iter(self.programs))]
+        self._keep(self.programs, kind, program)
         return program
+
+    def _keep(self, known: dict[Any, Any], kind: Any, value: Any) -> None:
+        """Store the value of a kind as the most recent one; forget the oldest ones."""
+        with self._lock:
+            known[kind] = value
+            for oldest in list(known)[:-KEPT]:
+                del known[oldest]
 
     def explain(self) -> str:
         """Return what runs as Python in each program, and why; the most recent program is last."""
@@ -209,4 +225,5 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, np.ndarray)
+    """Return whether a leaf is an array. A NumPy scalar is one: it does not take other dtypes."""
+    return isinstance(x, np.ndarray | np.number)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba.program import elementwise, indexed, reduce, typed
-from xformer.backends.numba.program.program import Program, Run, of
+from xformer.backends.numba.program.program import Program, Run, of, require_no_array
 from xformer.backends.numba.program.traced import (
     Traced,
     TracedNumber,
@@ -71,7 +71,7 @@ def _numbers_cast(arrays: Sequence[Any]) -> list[Any]:
     cast = []
     for x in arrays:
         if type(x) is TracedNumber:
-            x = astype(x, np.result_type(dtype, np.float32) if x.dtype.kind == "f" else dtype)
+            x = astype(x, dtype)
         cast.append(x)
     return cast
 
@@ -223,6 +223,7 @@ def __getattr__(name: str) -> Any:
 def asarray(values: Any, /, *, dtype: Any = None, device: Any = None, copy: Any = None) -> Traced:
     """Return a `Traced` array itself, or cast to `dtype`; other values as a constant."""
     if not isinstance(values, Traced):
+        require_no_array([values])
         return constant(xp.asarray(values, dtype=dtype))
     return _array(values) if dtype is None else astype(values, dtype)
 

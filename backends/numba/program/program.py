@@ -14,6 +14,7 @@ from xformer.backends.numba.program.traced import (
     Shape,
     Traced,
     TracedNumber,
+    Unrecorded,
     laid_out,
     number,
 )
@@ -123,9 +124,11 @@ class Program:
 def of(operands: Sequence[Operand]) -> Program | None:
     """Return the program that operations on these operands are recorded in.
 
-    It is the program of the `Traced` operands; None if all operands are constants. ValueError for
-    operands of two programs.
+    It is the program of the `Traced` operands; None if all operands are constants. Unrecorded for
+    NumPy arrays, whose values could be others in the next run. ValueError for operands of two
+    programs.
     """
+    require_no_array(operands)
     traced = [x for x in operands if isinstance(x, Traced)]
     programs = {x.program for x in traced if x.program is not None}
     if len(programs) > 1:
@@ -133,6 +136,16 @@ def of(operands: Sequence[Operand]) -> Program | None:
             "an operation has arrays of two programs: one array is from another recording"
         )
     return next(iter(programs), None)
+
+
+def require_no_array(operands: Sequence[Operand]) -> None:
+    """Raise Unrecorded for a NumPy array: only arguments are inputs."""
+    for x in operands:
+        if isinstance(x, np.ndarray):
+            raise Unrecorded(
+                f"an array that is no argument is read, {x.dtype.name}{list(x.shape)}: pass it as "
+                "an argument"
+            )
 
 
 def _shown(x: Operand) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from xformer.backends.numba.program.program import Program
 
 Shape = tuple[int, ...]
@@ -110,6 +113,23 @@ class Traced:
     def __len__(self) -> int:
         return len(self.layout)
 
+    def __iter__(self) -> Iterator[Traced]:
+        return map(self.__getitem__, range(len(self)))  # TypeError without axes, as in NumPy
+
+    def __getattr__(self, name: str) -> Any:
+        kind = self.__class__ if type(self) is TracedNumber else np.ndarray
+        if hasattr(kind, name) and not name.startswith("__"):
+            raise Unrecorded(f"{name}, which is not of the array API, is not recorded")
+        raise AttributeError(f"an array has no attribute {name}")
+
+    @property
+    def __class__(self) -> Any:
+        """What `isinstance` asks: outside of xformer, the type that the function itself gets."""
+        if _is_of_xformer(sys._getframe(1)):
+            return Traced
+        is_scalar = not self.shape and (self.buffer is None or self.buffer.name is None)
+        return self.dtype.type if is_scalar else np.ndarray
+
     def __bool__(self) -> bool:
         return bool(self._value())
 
@@ -178,6 +198,14 @@ def constant(values: Any) -> Traced:
     return Traced(None, None, layout, address(layout))
 
 
+def _is_of_xformer(frame: Any) -> bool:
+    """Return whether a frame is of a function of xformer, or of the array API's package."""
+    while (name := frame.f_globals.get("__name__", "")) == "abc":  # `isinstance(x, Integral)`
+        frame = frame.f_back
+    root = name.partition(".")[0]
+    return root in ("xformer", "array_api_compat")
+
+
 def address(layout: Any) -> int:
     """Return the address of the first element of a NumPy array."""
     return int(layout.__array_interface__["data"][0])
@@ -211,6 +239,18 @@ def _operator(name: str, *, reverse: bool = False) -> Any:
         if name == "pow" and not any(isinstance(x, float) for x in operands) and not is_whole:
             raise Unrecorded("an int to the power of an int may be a float")
         return number(fn(*operands))
+
+    return method
+
+
+def _in_place(name: str) -> Any:
+    """Return a method for an operator like `+=`. xformer uses it for arrays that it has made."""
+
+    def method(self: Traced, other: Any) -> Traced:
+        if self.shape and not _is_of_xformer(sys._getframe(1)):
+            raise Unrecorded("an array is changed in place")
+        result: Traced = getattr(self, name)(other)
+        return result
 
     return method
 
@@ -254,6 +294,7 @@ _COMPARISONS = {
 for _short, _name in _BINARY.items():
     setattr(Traced, f"__{_short}__", _operator(_name))
     setattr(Traced, f"__r{_short}__", _operator(_name, reverse=True))
+    setattr(Traced, f"__i{_short}__", _in_place(f"__{_short}__"))
 for _short, _name in _COMPARISONS.items():
     setattr(Traced, f"__{_short}__", _operator(_name))
 for _short, _name in {"neg": "negative", "invert": "bitwise_invert", "abs": "abs"}.items():
