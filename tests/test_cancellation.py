@@ -18,6 +18,8 @@ from array_api_compat import array_namespace
 import xformer as xf
 from xformer import layers, ops
 from xformer.dispatch import reference_only
+from xformer.ops.activation import ACTIVATIONS, GATED
+from xformer.ops.clamped_swiglu import LIMIT
 from xformer.ops.gelu import CUBIC, SCALE
 from xformer.ops.quick_gelu import SLOPE
 
@@ -86,6 +88,28 @@ def splade(saturation: str, x: Any) -> Any:
     return layers.splade(x[:, None, None], saturation=saturation)
 
 
+def glu(activation: str, gate: Any) -> Any:
+    return ops.glu(gate[:, None], gate[:, None] * 0 + 1, activation=activation)
+
+
+def clamped_swiglu(gate: Any) -> Any:
+    return ops.clamped_swiglu(gate[:, None], gate[:, None] * 0)
+
+
+def first_of_two(softmax: Any, x: Any) -> Any:
+    """The first of two probabilities, or its logarithm, of the logits x and 0."""
+    xp = array_namespace(x)
+    y, cache = softmax(xp.stack([x, x * 0], axis=1))
+    return y[:, 0], FirstCache(cache)
+
+
+class FirstCache(NamedTuple):
+    cache: Any
+
+    def backward(self, dy: Any) -> Any:
+        return self.cache.backward(array_namespace(dy).stack([dy, dy * 0], axis=1))[:, 0]
+
+
 # `tanh`, `sigmoid` and `softcap` compute the derivative from y, whose rounding it inherits. The
 # error function is at most 1, and so is the rounding of Phi = (1 + erf) / 2. x (1 - s) in the
 # derivative of `silu` has a rounding of x. All three as in torch.
@@ -119,6 +143,29 @@ OPS = {
         partial(splade, "log_log"),
         lambda x: mpmath.log1p(mpmath.log1p(max(x, 0))),
         lambda x: 1 / (1 + x) / (1 + mpmath.log1p(x)) if x > 0 else 0,
+    ),
+}
+OPS |= {f"glu {name}": OPS[name]._replace(of_x=partial(glu, name)) for name in ACTIVATIONS}
+# A probability near 1 is 1 minus what is near 0; its logarithm is a difference of numbers like x.
+OPS |= {
+    "clamped_swiglu": Op(
+        clamped_swiglu,
+        lambda x: swish(SLOPE, min(x, LIMIT)),
+        lambda x: d_swish(SLOPE, x) if x < LIMIT else 0,
+        dx=8,
+    ),
+    "softmax": Op(
+        partial(first_of_two, ops.softmax),
+        logistic,
+        lambda x: logistic(x) * logistic(-x),
+        dx=2,
+    ),
+    "log_softmax": Op(
+        partial(first_of_two, ops.log_softmax),
+        lambda x: -softplus(-x),
+        lambda x: logistic(-x),
+        y=80,
+        dx=80,
     ),
 }
 
@@ -173,10 +220,8 @@ def test_over_the_range(name: str, kernels: str, runs: Any, context: Any, dtype:
 
 
 def test_every_function_of_one_number_is_here() -> None:
-    """All that `glu` and feed-forward networks can call, and `log_decay`."""
-    from xformer.ops.activation import ACTIVATIONS
-
-    assert set(ACTIVATIONS) <= set(OPS)
+    """All that feed-forward networks can call, with and without a gate."""
+    assert {*ACTIVATIONS, *(f"glu {name}" for name in ACTIVATIONS), GATED} <= set(OPS)
 
 
 def test_gated_delta_rule_keeps_slow_steps_after_fast_ones() -> None:
