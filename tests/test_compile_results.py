@@ -286,3 +286,44 @@ def test_arrays_that_a_function_makes_or_holds(library: Backend) -> None:
     for _, same, new, two in said_once(library, compiled, "array of NumPy", X):
         assert same is held and new.tolist() == [0, 1, 2] and type(two) is np.float32
         new += 1
+
+
+# ---- Empty arrays ----
+
+
+@only("numpy", "torch", "jax")
+def test_empty_slices_are_donated(library: Backend) -> None:
+    def fn(parts: Any, y: Any) -> Any:
+        return [x * 2 for x in parts], y + 1
+
+    x, y = on(library, X), on(library, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (first, second, third), more = xf.compile(fn, donate=0)([x[2:2], x[6:], x + 0], y)
+    assert tuple(first.shape) == tuple(second.shape) == (0,)
+    np.testing.assert_array_equal(library.to_numpy(third), 2 * X)
+    np.testing.assert_array_equal(library.to_numpy(more), X + 1)
+
+
+@only("numpy")
+def test_an_empty_slice_within_a_donated_array(library: Backend) -> None:
+    x = X.copy()
+    first, second = xf.compile(lambda a, b: (a + 1, b * 2), donate=(0, 1))(x, x[2:2])
+    np.testing.assert_array_equal(first, X + 1)
+    assert first is x and second.shape == (0,)
+
+
+@only("numpy", "torch", "jax")
+def test_an_empty_batch_of_a_model_with_relative_bias(library: Backend) -> None:
+    model, params = causal("relative bias")
+    params = on(library, tree.map(lambda p: p.astype(np.float32), params))
+    ids = library.asarray(np.zeros((0, 5), np.int64))
+
+    def fn(params: Any, ids: Any) -> Any:
+        y, cache = model.forward(params, ids)
+        return y, cache.backward(y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = xf.compile(fn)(params, ids)
+    alike(library, got, fn(params, ids))

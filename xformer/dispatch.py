@@ -41,6 +41,7 @@ _without_kernels: ContextVar[tuple[Any, ...]] = ContextVar("without_kernels", de
 _unfused: ContextVar[bool] = ContextVar("unfused", default=False)
 _inference: ContextVar[bool] = ContextVar("inference", default=False)
 _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+_DECIDING: Any = _chosen, _reference_only, _without_kernels, _unfused, _inference
 _ops: list[Overridable[..., Any]] = []
 _libraries: dict[type, str] = {}
 
@@ -474,9 +475,18 @@ def is_inference() -> bool:
 
 def contexts() -> tuple[Any, ...]:
     """The values of all contexts that decide which function an op runs, and what it returns."""
-    return tuple(
-        x.get() for x in (_chosen, _reference_only, _without_kernels, _unfused, _inference)
-    )
+    return tuple(x.get() for x in _DECIDING)
+
+
+@contextmanager
+def again(values: tuple[Any, ...]) -> Iterator[None]:
+    """A context with these values of `contexts()`: those of a forward that backward runs again."""
+    tokens = [x.set(value) for x, value in zip(_DECIDING, values, strict=True)]
+    try:
+        yield
+    finally:
+        for x, token in zip(_DECIDING, tokens, strict=True):
+            x.reset(token)
 
 
 def saved(cache: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.dispatch import is_inference, overridable
+from xformer.dispatch import again, contexts, is_inference, overridable
 from xformer.layers.block import BlockConfig, block, block_terms
 from xformer.layers.residual import Terms
 from xformer.showing import short
@@ -33,7 +33,8 @@ def checkpointed(
     if config.experts is not None:
         router = RouterCache(cache.router.router_logits, cache.router.ids)
     extended = None if options.get("segment_memory") is None else cache.extended
-    return (y, None), CheckpointCache(args, config, dropout_key, options, router, extended)
+    about = args, config, dropout_key, options, router, extended
+    return (y, None), CheckpointCache(*about, contexts())
 
 
 @short
@@ -58,6 +59,7 @@ class CheckpointCache(NamedTuple):
     options: dict[str, Any]
     router: RouterCache | None
     extended: Array | None  # of `attention`, for the next segment memory
+    contexts: tuple[Any, ...]  # of the forward
 
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
@@ -70,10 +72,9 @@ class CheckpointCache(NamedTuple):
         """The cache of the block, from a second forward."""
         x, params, memory, *rest = self.args
         x, memory, key = held(x, memory=memory, key=self.dropout_key, dy=dy)
-        _, cache = block(
-            x, params, memory, *rest, config=self.config, dropout_key=key, **self.options
-        )
-        return cache
+        options = {"config": self.config, "dropout_key": key, **self.options}
+        with again(self.contexts):
+            return block(x, params, memory, *rest, **options)[1]
 
 
 @overridable(backward=False)

@@ -9,7 +9,7 @@ from array_api_compat import array_namespace
 
 from xformer import tree
 from xformer.checks import require_gradient, require_sizes
-from xformer.dispatch import saved
+from xformer.dispatch import again, contexts, saved
 from xformer.layers.checkpoint import held
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
 from xformer.showing import short
@@ -35,7 +35,8 @@ def chunked_feed_forward(
         feed_forward(x[..., chunk, :], params, activation=activation)[0]
         for chunk in _chunks(x, chunk_len)
     ]
-    return xp.concat(parts, axis=-2), saved(ChunkedCache(x, params, chunk_len, activation))
+    cache = ChunkedCache(x, params, chunk_len, activation, contexts())
+    return xp.concat(parts, axis=-2), saved(cache)
 
 
 @short
@@ -46,10 +47,11 @@ class ChunkedCache(NamedTuple):
     params: FeedForwardParams
     chunk_len: int
     activation: str
+    contexts: tuple[Any, ...]  # of the forward
 
     def backward(self, dy: Array) -> tuple[Array, FeedForwardParams]:
         """Gradients of x and params. The gradient of params is the sum over the chunks."""
-        x, _, chunk_len, _ = self
+        x, chunk_len = self.x, self.chunk_len
         require_gradient("feed_forward", "dy", dy, x)
         parts: list[Array] = []
         dparams: Any = None
@@ -63,7 +65,8 @@ class ChunkedCache(NamedTuple):
 
     def again(self, part: Array) -> Any:
         """The cache of the network on one chunk, from a second forward."""
-        return feed_forward(part, self.params, activation=self.activation)[1]
+        with again(self.contexts):
+            return feed_forward(part, self.params, activation=self.activation)[1]
 
 
 def _chunks(x: Array, chunk_len: int) -> Iterator[slice]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from xformer import ops
-from xformer.dispatch import saved
+from xformer.dispatch import again, contexts, saved
 from xformer.layers.block import SITES, BlockConfig, BlockParams, block_gradients, branches_of
 from xformer.layers.blocks import BlocksCache, add, order_of, report_block
 from xformer.layers.checkpoint import held
@@ -68,7 +68,7 @@ def reversible(
     y = (x1 + x2) / 2
     if kv_cache is not None:
         return y, BlocksCache((), network.order, False, tuple(kv_caches))
-    return y, saved(ReversibleCache(x1, x2, network, dropout_key))
+    return y, saved(ReversibleCache(x1, x2, network, dropout_key, contexts()))
 
 
 class _Network(NamedTuple):
@@ -110,6 +110,7 @@ class ReversibleCache(NamedTuple):
     y2: Array  # (B, T, D)
     network: _Network
     dropout_key: ops.RandomKey | None
+    contexts: tuple[Any, ...]  # of the forward
 
     @property
     def blocks(self) -> NoReturn:
@@ -142,7 +143,7 @@ class ReversibleCache(NamedTuple):
         """
         if any(dlogits is not None for dlogits in drouter_logits or ()):
             raise ValueError("blocks: drouter_logits must be None, there are no experts")
-        y1, y2, network, key = self
+        y1, y2, network, key, _ = self
         dy1 = dy2 = dy / 2
         dparams: list[Any] = [None] * (max(network.order) + 1)
         shared: Any = None
@@ -172,4 +173,5 @@ class ReversibleCache(NamedTuple):
 
     def again(self, f: _Branch, x: Array) -> tuple[Array, Any]:
         """f(x) and its cache, from a second forward."""
-        return f(x)
+        with again(self.contexts):
+            return f(x)

@@ -12,7 +12,7 @@ import numpy as np
 
 from xformer.backends.numba.program.namespace import contiguous, copied
 from xformer.backends.numba.program.program import Program, of
-from xformer.backends.numba.program.traced import Traced
+from xformer.backends.numba.program.traced import Traced, Unrecorded
 
 Order = tuple[int, ...]  # axes, the one with the longest stride first
 
@@ -26,9 +26,10 @@ def unrecordable(*arrays: Traced | None) -> str | None:
 
 
 def program_of(*arrays: Any) -> Program:
-    """Return the program that records these arrays; at least one must not be a constant."""
+    """Return the program that records these arrays. Unrecorded if all of them are constants."""
     program = of(arrays)
-    assert program is not None
+    if program is None:
+        raise Unrecorded("a kernel gets constants only, as of an empty batch")
     return program
 
 

@@ -24,7 +24,7 @@ def placed_in(results: Sequence[Traced], donated: Sequence[Traced]) -> dict[int,
     free = [j for j in range(len(donated)) if j not in assigned.values()]
     for i, x in enumerate(results):
         fits = [j for j in free if are_alike(x, donated[j])]
-        if i not in assigned and not x.is_constant and fits:
+        if i not in assigned and not x.is_constant and x.size and fits:  # empty: not computed
             assigned[i] = fits[0]
             free.remove(fits[0])
     return assigned
@@ -122,6 +122,8 @@ def require_apart(begins: np.ndarray, sizes: np.ndarray, n_donated: int) -> None
     begins, sizes: addresses and lengths of all arrays, in bytes; the first `n_donated` arrays are
     the donated ones.
     """
+    filled = sizes > 0  # empty arrays share nothing
+    begins, sizes, n_donated = begins[filled], sizes[filled], filled[:n_donated].sum()
     ends, order = begins + sizes, np.argsort(begins, kind="stable")
     donated_ends = np.where(order < n_donated, ends[order], 0)
     # For each array but the lowest: the highest end of all arrays, and of the donated arrays, that
