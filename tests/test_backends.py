@@ -26,6 +26,7 @@ from xformer import backends, dispatch, finetune, pretrained, training, tree
 from xformer.backends import Backend, Generator, Memory, Unusable
 from xformer.dispatch import library_of
 from xformer.finetune.base import Example
+from xformer.finetune.pairs import Classify
 
 ROOT = Path(__file__).parents[1]
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64")
@@ -583,6 +584,15 @@ def tuned(what: str, backend: Any) -> Any:
     return finetune.run("unused", task, params, [example], CONFIG, backend).about
 
 
+def measured(backend: Any) -> Any:
+    """The accuracy and F1 of a classifier for one example."""
+    model = pretrained.model(
+        {**GPT2, "architectures": ["GPT2ForSequenceClassification"], "num_labels": 2}
+    )
+    task = Classify(model, None, 6)
+    return finetune.measure(task, model.init(0), [Example(IDS[0, :3], np.int64(1))], backend)
+
+
 GPT2 = {"model_type": "gpt2", "vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2}
 
 
@@ -611,6 +621,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "Run": lambda b: training.Run("unused", b, {}).backend.name,
     "Task.loss": lambda b: tuned("loss", b),
     "finetune.evaluate": lambda b: tuned("evaluate", b),
+    "finetune.measure": measured,
     "finetune.train": lambda b: tuned("train", b),
     "run": lambda b: tuned("run", b),
     "loss_of": lambda b: training.loss_of(GPT)(GPT.init(0), BATCH, b)[0],
