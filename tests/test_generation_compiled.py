@@ -158,7 +158,7 @@ def test_sources(name: str) -> None:
         ids = generate(model, params, right, max_new_tokens=6, compiled=False)
         assert generate(model, params, found, max_new_tokens=6, compiled=False) == ids
         assert generate(model, params, found, max_new_tokens=6, compiled=True) == ids
-    call = prompts._encoder(model).compiled._call((params,))
+    (call,) = prompts._encoder(model).compiled._calls.values()
     assert (
         "instructions" in call.explain() and len(call.programs) == 2
     )  # of one source, and of three
@@ -190,7 +190,7 @@ def test_prompts(name: str) -> None:
         forward = prompts._forward(model)
         assert "instructions" in forward.compiled.explain()
         if name in ("gpt2", "llama", "gemma2"):
-            assert programs([forward.compiled._call((params,))]) == 1
+            assert programs(list(forward.compiled._calls.values())) == 1
         ids = generate(model, params, texts, max_new_tokens=6, compiled=False)
         if name != "shaw":
             assert generate(model, params, texts, max_new_tokens=6, compiled=True) == ids
@@ -207,7 +207,7 @@ def test_prompts_that_are_read_anew() -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "sliding_context": True}
     wanted = generate(model, params, [text], compiled=False, **options)
     assert generate(model, params, [text], compiled=True, **options) == wanted
-    assert programs([prompts._forward(model).compiled._call((params,))]) == 1
+    assert programs(list(prompts._forward(model).compiled._calls.values())) == 1
 
 
 @pytest.mark.usefixtures("numba_kernels")

@@ -23,7 +23,7 @@ from xformer.backends.numba.tuning import LEAST
 from xformer.backends.numpy.leaves import share_no_memory
 from xformer.backends.numpy.threads import n_threads
 from xformer.dispatch import Overridable, chosen_kernels, contexts
-from xformer.keys import exact
+from xformer.keys import Same, exact
 from xformer.ops.random_bits import RandomKey, require_key
 from xformer.ready import Ready, report
 
@@ -199,7 +199,7 @@ class _Call:
                     name = fn.__name__.lstrip("_")
                     raise TypeError(f"{name}: arguments must hold arrays, got {why}")
                 if not isinstance(x, np.ndarray):
-                    kind.append((type(leaf), exact(x)))
+                    kind.append((type(leaf), Same(x) if isinstance(x, Traced) else exact(x)))
                     continue
                 x = gap_free(x, writeable=i in donated)
                 if i in donated:
