@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.backends.exclusive import Exclusive
 from xformer.layers.kv_cache import KVCache
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 MIN_CAPACITY = 64  # slots; a slot holds the key and the value of one token of each sequence

@@ -8,9 +8,8 @@ import os
 from numbers import Real
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.shapes import (
     dtype_name,
     require_array,

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import is_array_api_obj
 
 from xformer import tree
 from xformer.arrays.dual import Dual, dual, forget
 from xformer.checks import require_shape
 from xformer.dispatch import library_of, reference_only
+from xformer.namespace import array_namespace
 from xformer.shapes import require_like
 from xformer.typing import Array
 

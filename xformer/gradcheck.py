@@ -21,11 +21,12 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import is_array_api_obj
 
 from xformer import tree
 from xformer.arrays.dual import kinks
 from xformer.derivatives import jvp
+from xformer.namespace import array_namespace
 from xformer.ops.random_bits import RandomKey, random_bits
 from xformer.typing import Array
 

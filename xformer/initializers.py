@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer import tree
 from xformer.backends import Generator
 from xformer.checks import number, require_sizes
+from xformer.namespace import array_namespace
 from xformer.typing import Array, Tree
 
 Draw = Callable[[Generator, tuple[int, int]], Array]

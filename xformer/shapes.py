@@ -18,9 +18,10 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import is_array_api_obj
 
 from xformer.dispatch import Overridable, Refused, library_of, refusal
+from xformer.namespace import array_namespace
 
 FLOATING = ("float32", "float64")
 STORED = ("bfloat16", "float16")  # kernels may read and write them; arithmetic is in float32

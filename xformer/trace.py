@@ -23,12 +23,13 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import is_array_api_obj
 
 from xformer import backends, tree
 from xformer.backward.addresses import with_methods
 from xformer.choices import require_one_of
 from xformer.dispatch import Overridable, observed, observer
+from xformer.namespace import array_namespace
 from xformer.shapes import FLOATING, dtype_name
 from xformer.typing import Array
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import is_array_api_obj
 
 from xformer.keys import exact
+from xformer.namespace import array_namespace
 from xformer.typing import Tree
 
 INNER = tuple, list, dict

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer.backends.cupy.leaves import LEAVES, apart, launches
 from xformer.backends.cupy.module import Source, contiguous, empty, launch, not_alike
 from xformer.dispatch import kernel
+from xformer.namespace import array_namespace
 from xformer.optim._checks import in_dtype
 from xformer.optim.adam import adam_update as reference
 from xformer.typing import Array

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.backends.cupy.module import contiguous, real_size
 from xformer.backends.cupy.random_bits import words
+from xformer.namespace import array_namespace
 from xformer.ops._attention import SdpaOptions
 from xformer.typing import Array
 

@@ -22,12 +22,12 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
-from array_api_compat import array_namespace
 
 from xformer import tree
 from xformer.backends.base import Backend
 from xformer.backends.cupy.constant import Constants, keeping
 from xformer.backends.cupy.runtimes import holding
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 Step = Callable[[dict[str, Array], Any], tuple[dict[str, Array], tuple[Any, ...]]]

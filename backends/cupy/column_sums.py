@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from array_api_compat import array_namespace
-
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch
+from xformer.namespace import array_namespace
 from xformer.shapes import working_dtype
 from xformer.typing import Array
 

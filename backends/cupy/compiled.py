@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer import tree
 from xformer.backends import results as of_calls
 from xformer.backends.base import Backend, next_arguments
 from xformer.backends.cupy.captured import Captured, is_of_device
 from xformer.dispatch import observed
 from xformer.keys import Unkeyed, exact
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 from xformer.backends.cupy.random_bits import not_a_step, words
 from xformer.checks import require_shape
 from xformer.dispatch import kernel
+from xformer.namespace import array_namespace
 from xformer.ops.dropout import dropout as reference
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey

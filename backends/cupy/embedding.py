@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.backends.cupy.index_add import add_rows
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
+from xformer.namespace import array_namespace
 from xformer.ops.embedding import embedding as reference
 from xformer.shapes import STORED, working_dtype
 from xformer.showing import short

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import ops
 from xformer.backends.cupy.cublaslt import multiply_gelu, multiply_slope, why_not
 from xformer.backends.cupy.linear_lt import PRODUCTS
@@ -20,6 +18,7 @@ from xformer.dispatch import is_inference, kernel
 from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.feed_forward import feed_forward as reference
 from xformer.layers.linear import LinearParams
+from xformer.namespace import array_namespace
 from xformer.shapes import dtype_name
 from xformer.showing import short
 from xformer.typing import Array

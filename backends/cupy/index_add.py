@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, launch
 from xformer.checks import require_ids
 from xformer.dispatch import kernel
+from xformer.namespace import array_namespace
 from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
 from xformer.typing import Array

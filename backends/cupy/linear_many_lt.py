@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import ops
 from xformer.backends.cupy.cublaslt import distances, multiply_each, why_not
 from xformer.backends.cupy.linear_lt import PRODUCTS, linear
@@ -21,6 +19,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.layers.linear import LinearParams
 from xformer.layers.linear import linear_many as reference
+from xformer.namespace import array_namespace
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -16,8 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from array_api_compat import array_namespace
-
+from xformer.namespace import array_namespace
 from xformer.shapes import STORED, dtype_name
 from xformer.typing import Array
 

@@ -11,11 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer import tree
 from xformer.backends.cupy.leaves import LEAVES, launches
 from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch
+from xformer.namespace import array_namespace
 from xformer.shapes import STORED
 from xformer.typing import Array
 

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import backends
 from xformer.backends.cupy.column_sums import row_sums
 from xformer.backends.cupy.module import contiguous
+from xformer.namespace import array_namespace
 from xformer.shapes import working_dtype
 from xformer.typing import Array
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer.backends.cupy.module import Source, blocks, empty, launch
 from xformer.checks import require_sizes
 from xformer.dispatch import kernel
+from xformer.namespace import array_namespace
 from xformer.ops.random_bits import MASK, RandomKey, require_key
 from xformer.ops.random_bits import random_bits as reference
 from xformer.shapes import require_array

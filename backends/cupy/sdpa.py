@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.backends.cupy.attention import (
     BLOCK,
     MIN_OWN,
@@ -25,6 +23,7 @@ from xformer.backends.cupy.random_bits import not_a_step
 from xformer.backends.cupy.sdpa_backward import backward
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.namespace import array_namespace
 from xformer.ops._attention import sdpa_options
 from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, working_dtype

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.backends.cupy.attention import (
     BLOCK,
     WIDTHS,
@@ -19,6 +17,7 @@ from xformer.backends.cupy.attention import (
 from xformer.backends.cupy.column_sums import column_sums
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size
 from xformer.backends.cupy.side_by_side import heads_beside, step_of
+from xformer.namespace import array_namespace
 from xformer.shapes import working_dtype
 from xformer.typing import Array
 

@@ -6,8 +6,6 @@ import functools
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.backends.cupy import cudnn_support
 from xformer.backends.cupy.attention import heads_first
 from xformer.backends.cupy.cudnn import RUNTIMES, plan_of, ran
@@ -32,6 +30,7 @@ from xformer.backends.cupy.runtimes import runtime_of
 from xformer.backends.cupy.side_by_side import heads_beside, joined
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
+from xformer.namespace import array_namespace
 from xformer.ops._attention import SdpaOptions, sdpa_options
 from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, dtype_name, working_dtype

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from array_api_compat import array_namespace
-
 from xformer.backends.cupy.cublaslt import why_not
 from xformer.backends.cupy.lt_plan import layout
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))

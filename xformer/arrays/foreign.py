@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import is_array_api_obj
 
 from xformer import backends, optim, tree
 from xformer.backends.base import Backend
@@ -29,6 +29,7 @@ from xformer.catalogue import Case, cases
 from xformer.catalogue.case import FLOAT32
 from xformer.dispatch import reference_only
 from xformer.gradcheck import SMALLEST
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 # Of the namespace. `__name__` is read by array-api-compat.

@@ -19,9 +19,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.choices import require_one_of
+from xformer.namespace import array_namespace
 from xformer.ops import RandomKey, random_bits
 from xformer.ops.random_bits import require_key
 from xformer.shapes import require_array

@@ -7,7 +7,7 @@ from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import is_array_api_obj
 
 from xformer import tree
 from xformer.backward import rules
@@ -24,6 +24,7 @@ from xformer.backward.addresses import (
 from xformer.backward.summands import Summands, value_of
 from xformer.checks import in_range, number, require_shape
 from xformer.dispatch import NoCache
+from xformer.namespace import array_namespace
 from xformer.shapes import require_like
 from xformer.showing import short
 from xformer.typing import Array

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.backward.addresses import op_of
 from xformer.backward.summands import Each, Product, Summands, each_of, rows
 from xformer.checks import require_gradient
 from xformer.layers.linear import BiasParams
+from xformer.namespace import array_namespace
 from xformer.ops.sum_to import sum_to
 from xformer.typing import Array
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer import ops
 from xformer.backends import Backend, Generator
 from xformer.catalogue.case import (
@@ -22,6 +20,7 @@ from xformer.catalogue.case import (
     drawn,
     mask,
 )
+from xformer.namespace import array_namespace
 from xformer.ops.activation import ACTIVATIONS
 from xformer.typing import Array
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import ops
+from xformer.namespace import array_namespace
 from xformer.ops._loss import one
 from xformer.ready import Ready
 from xformer.showing import short

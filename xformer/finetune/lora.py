@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from array_api_compat import array_namespace, device, to_device
+from array_api_compat import device, to_device
 
 from xformer import backends, tree
 from xformer.backends import Generator
 from xformer.checks import number, require_sizes
 from xformer.layers import LinearParams, LoRAParams
+from xformer.namespace import array_namespace
 from xformer.tree import Constant, value
 from xformer.typing import Array
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device, to_device
+from array_api_compat import device, to_device
 
 from xformer import backends, tree
+from xformer.namespace import array_namespace
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.families import FAMILIES
 from xformer.pretrained.loading import host_of, links_of

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.checks import require_gradient
@@ -16,6 +15,7 @@ from xformer.finetune.base import Example, Task, require
 from xformer.finetune.data import SCORE
 from xformer.finetune.heads import is_classifier
 from xformer.finetune.pairs import pair_batch, pair_example
+from xformer.namespace import array_namespace
 from xformer.ops._loss import one
 from xformer.ready import Ready
 from xformer.showing import short

@@ -9,7 +9,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace
 
 from xformer import tree
 from xformer.backends import Backend
@@ -20,6 +19,7 @@ from xformer.layers.recurrent_state import is_recurrent
 from xformer.layers.rope_by_layer import max_unscaled_len
 from xformer.models import EncoderDecoder
 from xformer.models.encoder_decoder import EncoderDecoderState
+from xformer.namespace import array_namespace
 from xformer.ops.greedy import greedy
 from xformer.typing import Array
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import require_sizes
 from xformer.generation.samplers import Filter, Ids, compose, temperature
 from xformer.generation.settings import Settings
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 Row = Sequence[int]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer.compiling import Forward, bucket, records
 from xformer.layers.attention import KeyValue
 from xformer.layers.kv_cache import KVCache
@@ -14,6 +12,7 @@ from xformer.layers.rope_by_layer import max_unscaled_len
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.models.encoder_decoder import EncoderDecoderState
 from xformer.models.state import DecodeState
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 KEPT = 8  # models whose programs are kept

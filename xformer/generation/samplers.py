@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import ops
 from xformer.checks import as_indices, number, require_sizes
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 Ids = Sequence[Sequence[int]]  # of each text

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import layers, ops
 from xformer.checks import require_sizes
 from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.linear import BiasParams, LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.positions import distances
+from xformer.namespace import array_namespace
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import require_array, require_like
 from xformer.showing import short

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import tree
 from xformer.checks import require_gradient, require_sizes
 from xformer.dispatch import again, contexts, saved
 from xformer.layers.checkpoint import held
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
+from xformer.namespace import array_namespace
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 

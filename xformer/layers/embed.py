@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import ops
 from xformer.backends import Generator
@@ -22,6 +22,7 @@ from xformer.initializers import Draw, normal
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.positions import sinusoidal
+from xformer.namespace import array_namespace
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import require_array
 from xformer.showing import short

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import ops
 from xformer.backends import Generator
@@ -17,6 +17,7 @@ from xformer.initializers import Draw, normal
 from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.router import route
+from xformer.namespace import array_namespace
 from xformer.ops.activation import gated_unit, require_activation
 from xformer.shapes import require_array
 from xformer.showing import short

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import ops
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_mask, require_sizes
@@ -17,6 +15,7 @@ from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.recurrent_state import RecurrentState
+from xformer.namespace import array_namespace
 from xformer.ops.causal_conv import joined
 from xformer.showing import short
 from xformer.tree import Frozen, value

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import require_sizes
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.ops._pointwise import clip
 from xformer.showing import short
 from xformer.typing import Array

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import layers, ops
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_sizes
@@ -15,6 +13,7 @@ from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
+from xformer.namespace import array_namespace
 from xformer.showing import short
 from xformer.tree import value
 from xformer.typing import Array

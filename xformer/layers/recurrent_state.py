@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import layers
 from xformer.layers.kv_cache import KVCache
+from xformer.namespace import array_namespace
 from xformer.showing import short
 from xformer.typing import Array
 

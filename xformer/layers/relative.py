@@ -8,13 +8,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import ops
 from xformer.backends import Generator
 from xformer.checks import plain_numbers, require_shape, require_sizes
 from xformer.initializers import Draw, normal
 from xformer.layers.constant import constant
+from xformer.namespace import array_namespace
 from xformer.ops._attention import aligned
 from xformer.ops._pointwise import clip
 from xformer.showing import short

@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import require_integers, require_sizes
 from xformer.dispatch import overridable
 from xformer.layers.constant import constant
 from xformer.layers.rope_config import NEEDS, RopeConfig
+from xformer.namespace import array_namespace
 from xformer.shapes import FLOATING, STORED, dtype_name, require_array, working_dtype
 from xformer.typing import Array
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import ops
 from xformer.dispatch import saved
+from xformer.namespace import array_namespace, largest_first
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -40,7 +41,7 @@ def route(
     keys = scores if correction is None else scores + correction
     if config.n_groups > 1:
         keys = _of_best_groups(keys, config)
-    ids = xp.argsort(keys, axis=-1, descending=True, stable=True)[:, : config.top_k]
+    ids = largest_first(keys)[:, : config.top_k]
     weights = xp.take_along_axis(scores, ids, axis=-1)
     if of_chosen:
         weights, cache = ops.softmax(weights)
@@ -98,9 +99,9 @@ def _of_best_groups(keys: Array, config: ExpertsConfig) -> Array:
     xp = array_namespace(keys)
     shape = (keys.shape[0], config.n_groups, config.n_experts // config.n_groups)
     grouped = xp.reshape(keys, shape)  # (N, groups, E / groups)
-    order = xp.argsort(grouped, axis=-1, descending=True, stable=True)[..., : config.group_top]
+    order = largest_first(grouped)[..., : config.group_top]
     group_keys = xp.sum(xp.take_along_axis(grouped, order, axis=-1), axis=-1)  # (N, groups)
-    ids = xp.argsort(group_keys, axis=-1, descending=True, stable=True)[:, : config.top_groups]
+    ids = largest_first(group_keys)[:, : config.top_groups]
     every = xp.arange(config.n_groups, dtype=ids.dtype, device=device(ids))
     hits = xp.where(ids[:, :, None] == every, xp.ones_like(group_keys)[:, None, :], 0.0)
     is_best = xp.sum(hits, axis=1)[:, :, None] > 0.5  # (N, groups, 1)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.checks import require_gradient
 from xformer.choices import require_one_of
 from xformer.dispatch import saved
 from xformer.layers.pooling import pool
+from xformer.namespace import array_namespace
 from xformer.showing import short
 from xformer.typing import Array
 

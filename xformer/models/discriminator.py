@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import ops
 from xformer.backends import Generator
 from xformer.checks import plain_numbers
@@ -14,6 +12,7 @@ from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.models.loss import cross_entropy_of
+from xformer.namespace import array_namespace
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.showing import short
 from xformer.typing import Array

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import backends, ops, tree
 from xformer.backends import Backend, Generator
@@ -33,6 +33,7 @@ from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
 from xformer.models.state import DecodeState
 from xformer.models.usage import not_called, require_params
+from xformer.namespace import array_namespace
 from xformer.ready import Ready, below, report
 from xformer.shapes import require_array
 from xformer.showing import short

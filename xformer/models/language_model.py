@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import backends, layers, models, ops, tree
 from xformer.backends import Backend, Generator
@@ -48,6 +48,7 @@ from xformer.models.router_loss import RouterLossCache, router_loss
 from xformer.models.segment_memory import SegmentMemory
 from xformer.models.state import DecodeState, position_ids, require_padding_mask
 from xformer.models.usage import not_called, require_params
+from xformer.namespace import array_namespace
 from xformer.ops._loss import one
 from xformer.ready import Ready, below, report
 from xformer.shapes import require_array

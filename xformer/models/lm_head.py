@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import ops, tree
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_cap
@@ -16,6 +14,7 @@ from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.models.loss import cross_entropy_of, linear_loss
+from xformer.namespace import array_namespace
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import ops
 from xformer.dispatch import saved
 from xformer.layers.block import BlockConfig
+from xformer.namespace import array_namespace
 from xformer.showing import short
 from xformer.typing import Array
 

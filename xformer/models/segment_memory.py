@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
+from xformer.namespace import array_namespace
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import as_indices, require_mask
 from xformer.layers.kv_cache import KVCache, write_indices
+from xformer.namespace import array_namespace
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import backends, ops
 from xformer.backends import Backend, Generator
@@ -32,6 +32,7 @@ from xformer.models.encoder_decoder import (
 from xformer.models.lm_head import LMHead
 from xformer.models.loss import LossCache
 from xformer.models.usage import not_called
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 

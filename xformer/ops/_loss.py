@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import finite, number, whole
+from xformer.namespace import array_namespace
 from xformer.shapes import working_dtype
 from xformer.typing import Array
 

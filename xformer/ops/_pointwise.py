@@ -6,8 +6,7 @@ device, once for each bound, and a step that calls them cannot be captured in a 
 
 from __future__ import annotations
 
-from array_api_compat import array_namespace
-
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 

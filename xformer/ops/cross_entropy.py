@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import (
     require_axis,
@@ -14,6 +14,7 @@ from xformer.checks import (
     whole,
 )
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.ops._loss import loss_options, one
 from xformer.shapes import shapes
 from xformer.showing import short

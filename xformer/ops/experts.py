@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.checks import require_axis, require_gradient, require_ids
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.ops.activation import gated_unit
 from xformer.shapes import shapes
 from xformer.showing import short

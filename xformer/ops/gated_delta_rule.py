@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import require_gradient, require_sizes
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.ops._attention import scale_of
 from xformer.shapes import shapes
 from xformer.showing import short

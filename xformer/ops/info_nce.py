@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import finite, require_axis, require_gradient
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.ops._loss import one
 from xformer.shapes import shapes
 from xformer.showing import short

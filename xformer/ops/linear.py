@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import require_axis, require_gradient, require_ids
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.ops._loss import one
 from xformer.ops.index_add import index_add
 from xformer.ops.softmax import softmax

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import require_gradient, require_sizes
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.ops.l2_normalize import l2_normalize
 from xformer.ops.random_bits import RandomKey, random_bits, require_key
 from xformer.shapes import shapes

@@ -5,10 +5,11 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device, is_array_api_obj
+from array_api_compat import device, is_array_api_obj
 
 from xformer.checks import require_in_range, require_integers, require_sizes
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.shapes import require_array
 from xformer.typing import Array
 

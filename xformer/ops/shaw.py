@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.ops._attention import (
     aligned,
     fold,

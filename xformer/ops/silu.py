@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.ops._pointwise import clip
 from xformer.ops.sigmoid import stable_sigmoid
 from xformer.shapes import shapes

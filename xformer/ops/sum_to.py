@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from array_api_compat import array_namespace
-
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 
 

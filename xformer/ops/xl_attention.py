@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.namespace import array_namespace
 from xformer.ops._attention import fold, forbid, require_heads, scale_of, softmax_or_zero, unfold
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import RandomKey

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import is_array_api_obj
 
 from xformer import tree
 from xformer.checks import finite, number, require_gradient
+from xformer.namespace import array_namespace
 from xformer.shapes import alike, require_array
 from xformer.typing import Array
 

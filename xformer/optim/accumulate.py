@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer import tree
+from xformer.namespace import array_namespace
 from xformer.optim._checks import in_dtype
 from xformer.pairwise import PairwiseSum
 from xformer.typing import Array, Tree

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import tree
 from xformer.checks import number, require_sizes
+from xformer.namespace import array_namespace
 from xformer.optim._checks import require_arrays
 from xformer.typing import Array
 

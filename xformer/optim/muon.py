@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import tree
 from xformer.checks import finite, number, require_sizes
+from xformer.namespace import array_namespace
 from xformer.optim._checks import (
     in_dtype,
     learning_rate,

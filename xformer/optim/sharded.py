@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import tree
+from xformer.namespace import array_namespace
 from xformer.optim._checks import matching, require_arrays, require_state
 from xformer.optim.flat import _joined, _parts
 from xformer.optim.optimiser import GroupedStep, Optimiser, grouped

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer.checks import require_axis
+from xformer.namespace import array_namespace
 from xformer.parallel.parts import all_parts, joined, own_part
 from xformer.showing import short
 from xformer.typing import Array

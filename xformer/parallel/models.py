@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import ops, tree
 from xformer.backends import Generator
 from xformer.checks import number
@@ -20,6 +18,7 @@ from xformer.layers.embed import EmbedConfig
 from xformer.layers.relative import RelativeConfig
 from xformer.models.encoder_decoder import EncoderDecoder
 from xformer.models.language_model import LanguageModel
+from xformer.namespace import array_namespace
 from xformer.parallel.blocks import parallel_block, require_attention, require_no_inner_dropout
 from xformer.parallel.collectives import join, part
 from xformer.parallel.heads import parallel_head

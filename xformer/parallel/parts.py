@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from array_api_compat import array_namespace
-
+from xformer.namespace import array_namespace
 from xformer.typing import Array
 from xformer.world import World
 

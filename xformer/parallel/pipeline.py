@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer import backends, tree
 from xformer.checks import require_sizes
 from xformer.choices import require_one_of
 from xformer.layers.embed import EmbedParams
 from xformer.models.language_model import LanguageModel, LanguageModelParams
 from xformer.models.loss import LossCache
+from xformer.namespace import array_namespace
 from xformer.pairwise import PairwiseSum
 from xformer.parallel.parts import bounds
 from xformer.typing import Array

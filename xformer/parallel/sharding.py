@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer import tree
+from xformer.namespace import array_namespace
 from xformer.parallel.parts import joined, own_part
 from xformer.tree import Frozen, value
 from xformer.typing import Tree

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import ops
 from xformer.checks import require_gradient, require_ids, require_shape
+from xformer.namespace import array_namespace
 from xformer.ops._loss import loss_options, one
 from xformer.ops.cross_entropy import split_ignored
 from xformer.parallel.parts import bounds

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import tree
 from xformer.layers import LinearParams
+from xformer.namespace import array_namespace
 from xformer.pretrained.families import llama2c
 from xformer.pretrained.llama2c import TOKENS
 from xformer.pretrained.loading import model as model_of

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import ops
 from xformer.checks import require_sizes
 from xformer.compiling import Forward
+from xformer.namespace import array_namespace
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import CONFIG, open_tensors
 from xformer.pretrained.loading import COLBERT, PROJECTION

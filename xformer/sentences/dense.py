@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from array_api_compat import array_namespace, device
+from array_api_compat import device
 
 from xformer import backends, tree
 from xformer.layers.linear import LinearParams, linear
+from xformer.namespace import array_namespace
 from xformer.ops.activation import ACTIVATIONS
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import WEIGHTS, open_tensors

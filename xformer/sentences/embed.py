@@ -7,13 +7,13 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.checks import require_sizes
 from xformer.choices import require_one_of
 from xformer.compiling import Forward
 from xformer.layers import pooling as layers_pooling
+from xformer.namespace import array_namespace
 from xformer.sentences.batches import (
     KEPT,
     Finished,

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from xformer import ops, optim, tree
 from xformer.backends import Backend
+from xformer.namespace import array_namespace
 from xformer.optim import Optimiser
 from xformer.optim.accumulate import shares, weighted
 from xformer.training.batch import Batch

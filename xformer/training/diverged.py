@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace
 
 from xformer import tree
+from xformer.namespace import array_namespace
 from xformer.training.config import TrainConfig
 from xformer.training.state import State
 from xformer.typing import Array

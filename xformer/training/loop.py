@@ -12,13 +12,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from array_api_compat import array_namespace
 
 from xformer import backends, inference, ops, optim, tree
 from xformer.backends import Backend
 from xformer.compiling import Forward
 from xformer.generation.prefix import backend_of_params
 from xformer.models.precision import require_reducible
+from xformer.namespace import array_namespace
 from xformer.optim import LossScale, Optimiser, Schedule
 from xformer.optim.accumulate import shares, weighted
 from xformer.optim.loss_scale import Scaled

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device, to_device
+from array_api_compat import device, to_device
 
 from xformer import backends
+from xformer.namespace import array_namespace
 from xformer.pairwise import PairwiseSum
 from xformer.typing import Array
 

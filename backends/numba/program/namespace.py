@@ -10,6 +10,7 @@ import builtins
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import array_api_compat.numpy as xp
 import numpy as np
 
 from xformer.backends.numba.program import elementwise, indexed, reduce, typed
@@ -21,7 +22,6 @@ from xformer.backends.numba.program.traced import (
     constant,
     is_number,
 )
-from xformer.backends.numpy import xp
 
 Shape = tuple[int, ...]
 
