@@ -30,6 +30,8 @@ from xformer.typing import Array
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.numba import KERNELS, compiled, eager, vectors
 from xformer.backends.numba.eager import Eager
+from xformer.backends.numba.program import native
+from xformer.cli import main
 
 NUMPY = backends.get("numpy")
 RECORDED = [op for op in dispatch.ops() if op.import_kernels("numba.kernels")]
@@ -68,10 +70,10 @@ def test_as_exact_as_the_reference(op: Overridable, layout: Callable[[Any], Any]
 def test_nowhere_to_keep_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """numba says it when a function is decorated, which is at import."""
 
-    def njit(*args: Any, **options: Any) -> Any:
+    def enable_caching(function: Any) -> None:
         raise RuntimeError("cannot cache function 'f': no locator available")
 
-    monkeypatch.setattr(compiled.numba, "njit", njit)
+    monkeypatch.setattr(compiled.Function, "enable_caching", enable_caching)
     for decorate in (compiled.elementwise, compiled.rowwise):
         with pytest.raises(backends.Unusable, match=r"no locator available\): .* NUMBA_CACHE_DIR"):
             decorate(lambda x: x)
@@ -149,9 +151,62 @@ def test_damaged_machine_code_is_compiled_again(tmp_path: Path) -> None:
         return done.stdout or done.stderr[-2000:]
 
     assert [run(), run()] == ["1 0\n", "1 1\n"]
-    (index,) = (tmp_path / "cache").rglob("*.nbi")
+    (index,) = (tmp_path / "cache").rglob("code.one*.nbi")
     index.write_bytes(b"")
     assert [run(), run()] == ["1 0\n", "1 1\n"]
+
+
+def test_only_what_python_calls_gets_machine_code(tmp_path: Path) -> None:
+    """What only loops call is linked into them, in one version for literals and other integers."""
+    folder = tmp_path / "loops"
+    folder.mkdir()
+    code = "from xformer.backends.numba.compiled import rowwise\n"
+    code += "@rowwise\ndef inner(x, y):\n    return x + y\n"
+    code += "@rowwise\ndef outer(x):\n    return inner(x, 1) + inner(x, x)\n"
+    (folder / "code.py").write_text(code, encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    env |= {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    code = "from loops.code import inner, outer; "
+    code += "print(outer(3), len(inner.overloads), len(inner.linked.overloads), inner(3, 4))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout == "10 0 1 7\n", done.stderr[-2000:]
+
+
+def test_it_is_said_once_that_code_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "xformer"):
+        compiled._say_compiling.cache_clear()
+        assert compiled._load(lambda signature: None, "of one") is None
+        assert compiled._load(lambda signature: None, "of another") is None
+        assert compiled._load(lambda signature: "code", "stored") == "code"
+    (said,) = caplog.messages
+    assert said.startswith("numba compiles kernels once") and str(compiled.folder()) in said
+
+
+def test_it_is_said_that_code_cannot_be_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(*overload: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    compiled._say_unstored.cache_clear()
+    compiled._save(save, tmp_path, "one")
+    compiled._save(save, tmp_path, "another")
+    (said,) = caplog.messages
+    assert said == (
+        f"machine code cannot be kept in {compiled.folder()}: No space left on device; the next "
+        "process compiles"
+    )
+
+
+def test_warm_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warm-up"]) == 0
+    capsys.readouterr()
+    assert main(["warm-up"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        said == f"nothing to compile: the machine code of all kernels is in {compiled.folder()}\n"
+    )
+    assert all("address" in vars(kernel) for kernel in native.KERNELS)
 
 
 def test_without_a_compiler() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from hanging import SECONDS
 from runs import rows
 
-from xformer.cli import generate, main, train
+from xformer.cli import generate, main, output, train
 from xformer.cli.output import Output, printing, visible
 
 TEXT = "Die schönen Füchse – 日本 „springen“ über den faulen Hund. "
@@ -225,3 +226,11 @@ def test_control_characters_are_visible_on_a_terminal(monkeypatch: pytest.Monkey
     assert visible(text) == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert visible(text) == "a\\x1b[2Jb\\x07\\x0d\n\tc\\x9b\\x7f\u00e9"
+
+
+def test_the_log_of_the_library_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("xformer.backends.numba.compiled")
+    with output.notes():
+        log.info("numba compiles\n")
+    log.info("nobody reads this")
+    assert capsys.readouterr().err == "xformer: numba compiles\\n\n"

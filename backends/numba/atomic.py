@@ -9,14 +9,11 @@ import os
 import platform
 from typing import Any
 
-import numba
-import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.cgutils import get_or_insert_function
+from numba.core.cgutils import get_or_insert_function, unpack_tuple
 from numba.extending import intrinsic
-
-from xformer.backends.numba.compiled import rowwise
+from numba.np.arrayobj import populate_array
 
 NUMBER, BYTES = ir.IntType(64), 8
 PAUSE = {"x86_64": "llvm.x86.sse2.pause", "amd64": "llvm.x86.sse2.pause"}.get(
@@ -68,23 +65,74 @@ def _give_way(typing: Any) -> Any:
     return types.void(), build
 
 
-def _floats_at(typing: Any, address: Any) -> Any:
-    """Cast an address to a pointer to float32."""
+def array_at(element: Any) -> Any:
+    """Return an intrinsic (address, shape): the C-contiguous array there, without a copy.
+
+    element: numba's type of its elements. shape: an integer, or a tuple of integers. `numba.carray`
+    would compile a function for each kind of shape.
+    """
+
+    def typed(typing: Any, address: Any, shape: Any) -> Any:
+        shape = types.unliteral(shape)
+        array = types.Array(element, len(_axes(shape)), "C")
+
+        def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            sizes = _integers(context, builder, shape, values[1])
+            steps = [_itemsize(context, element)]
+            for size in sizes[:0:-1]:
+                steps.insert(0, builder.mul(steps[0], size))
+            return _view(context, builder, array, values[0], sizes, steps)
+
+        return array(types.int64, shape), build
+
+    return intrinsic(typed)
+
+
+def _strided_floats_at(typing: Any, address: Any, shape: Any, strides: Any) -> Any:
+    """Return the float32 array of this shape and these strides, tuples, at an address."""
+    shape, strides = types.unliteral(shape), types.unliteral(strides)
+    array = types.Array(types.float32, len(shape), "A")
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+        sizes = _integers(context, builder, shape, values[1])
+        steps = _integers(context, builder, strides, values[2])
+        return _view(context, builder, array, values[0], sizes, steps)
 
-    return types.CPointer(types.float32)(types.int64), build
+    return array(types.int64, shape, strides), build
+
+
+def _axes(shape: Any) -> tuple[Any, ...]:
+    """Return the types of the integers of a shape, which may be one integer."""
+    return tuple(shape) if isinstance(shape, types.BaseTuple) else (shape,)
+
+
+def _integers(context: Any, builder: Any, shape: Any, value: Any) -> list[Any]:
+    """Return the integers of a shape or of strides, converted to numba's intp."""
+    values = unpack_tuple(builder, value) if isinstance(shape, types.BaseTuple) else [value]
+    return [
+        context.cast(builder, x, axis, types.intp)
+        for x, axis in zip(values, _axes(shape), strict=True)
+    ]
+
+
+def _itemsize(context: Any, element: Any) -> Any:
+    nbytes = context.get_abi_sizeof(context.get_data_type(element))
+    return context.get_constant(types.intp, nbytes)
+
+
+def _view(
+    context: Any, builder: Any, array: Any, address: Any, sizes: list[Any], steps: list[Any]
+) -> Any:
+    """Return an array of numba's type `array`, which does not own its memory."""
+    view = context.make_array(array)(context, builder)
+    data = builder.inttoptr(address, view.data.type)
+    populate_array(view, data, sizes, steps, _itemsize(context, array.dtype), meminfo=None)
+    return view._getvalue()
 
 
 count: Any = intrinsic(_count)
 read: Any = intrinsic(_read)
 pause: Any = intrinsic(_pause)
 give_way: Any = intrinsic(_give_way)
-_pointer: Any = intrinsic(_floats_at)
-
-
-@rowwise
-def floats(address: int, shape: Any) -> Any:
-    """Return the C-contiguous float32 array of this shape at an address, without a copy."""
-    return numba.carray(_pointer(address), shape, np.float32)
+floats: Any = array_at(types.float32)
+strided_floats: Any = intrinsic(_strided_floats_at)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import math
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from numba.core.caching import IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
 from xformer.backends.base import Unusable
+from xformer.backends.numba.linked import Function
 from xformer.lock import locked
 
 if numba.config.DISABLE_JIT:
@@ -32,6 +34,7 @@ if numba.config.DISABLE_JIT:
 # reciprocals.
 ELEMENTS, ROWS = {"contract", "nsz", "afn"}, {"reassoc", "nsz", "afn"}
 FEW = 32  # rows that are summed one after the other; adding up these sums is more exact
+LOG = logging.getLogger(__name__)
 LOG2_E = np.float32(math.log2(math.e))
 DIGEST = 32  # bytes of a SHA-256
 ROUND = np.float32(1.5 * 2**23 + 127)  # adding it to a small float32 rounds to a whole number
@@ -75,10 +78,11 @@ def callable_from_c(fn: Any, signature: Any) -> int:
 
 def _compiled(fn: Any, fastmath: set[str]) -> Any:
     """Return `fn` as a numba function with a cache on disk."""
+    function = Function(fn, targetoptions=_options(fastmath) | {"nopython": True, "nogil": True})
     with _folder():
-        dispatcher = numba.njit(nogil=True, cache=True, **_options(fastmath))(fn)
-    _adapt_cache(dispatcher._cache)
-    return dispatcher
+        function.enable_caching()
+    _adapt_cache(function._cache)
+    return function
 
 
 def _options(fastmath: set[str]) -> dict[str, Any]:
@@ -107,6 +111,8 @@ def _adapt_cache(cache: Any) -> None:
 
     cache: the `_cache` of a numba dispatcher
     """
+    _folders.append(Path(cache.cache_path))
+    cache.load_overload = partial(_load, cache.load_overload)
     cache.save_overload = partial(_save, cache.save_overload, Path(cache.cache_path))
     cache._cache_file.__class__ = _CacheFile
     cache._cache_file._source_stamp = _sources()
@@ -150,6 +156,10 @@ class _CacheFile(IndexDataCacheFile):
             file.write(data + self._digest(data))
 
 
+_folders = list[Path]()  # of the machine code of each function
+counts = {"compiled": 0}  # how many functions were compiled since they were not stored
+
+
 @functools.cache
 def _sources() -> list[tuple[str, float, int]]:
     """Return name, time of modification and size of all Python files in this folder."""
@@ -164,15 +174,47 @@ def _save(save: Callable[..., None], folder: Path, *overload: Any) -> None:
     Without this lock two processes could give the code for different argument types the same file
     number. A later process would then call code with arguments of the wrong types.
     """
-    with suppress(OSError):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, "saves machine code"):
             save(*overload)
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        _say_unstored(error.strerror or str(error))
+
+
+def _load(load: Callable[..., Any], *signature: Any) -> Any:
+    """Return load(*signature), a function's stored machine code; None if it must be compiled."""
+    found = load(*signature)
+    if found is None:
+        counts["compiled"] += 1
+        _say_compiling()
+    return found
+
+
+@functools.cache
+def _say_compiling() -> None:
+    LOG.info("numba compiles kernels once, some 4 to 20 s; they are kept in %s", folder())
+
+
+@functools.cache
+def _say_unstored(why: str) -> None:
+    LOG.warning("machine code cannot be kept in %s: %s; the next process compiles", folder(), why)
+
+
+def folder() -> Path:
+    """Return the folder with the machine code, in folders of its files of Python code.
+
+    By default these are the folders `__pycache__` of this package.
+    """
+    path = _folders[0]
+    return Path(__file__).parent if path.name == "__pycache__" else path.parent
 
 
 def inlined(fn: Any) -> Any:
     """Compile `fn` into each loop that calls it."""
-    return numba.njit(forceinline=True, error_model="numpy", fastmath=ELEMENTS)(fn)
+    return Function(fn, targetoptions=_options(ELEMENTS) | {"nopython": True, "forceinline": True})
 
 
 @inlined

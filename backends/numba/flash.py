@@ -22,6 +22,7 @@ from xformer.backends.numba.flash_rows import (
     ONE,
     ZERO,
     are_safe,
+    copy,
     dot,
     multiply,
     take_dscores,
@@ -170,9 +171,11 @@ def attend_backward(
                     add_product(by, ONE, p.T, douts, True, dvalues[s:s_end])
                     add_product(by, ONE, ds, keys[s:s_end], True, dqueries[first - t : end - t])
                     add_product(by, ONE, ds.T, tile_queries, True, dkeys[s:s_end])
-                dq[b, t:end, h] = dqueries[: end - t]
-        dk[b, :, g] = dkeys
-        dv[b, :, g] = dvalues
+                for i in range(t, end):
+                    copy(dqueries[i - t], dq[b, i, h])
+        for j in range(m):
+            copy(dkeys[j], dk[b, j, g])
+            copy(dvalues[j], dv[b, j, g])
 
 
 @rowwise

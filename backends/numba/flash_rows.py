@@ -124,6 +124,13 @@ def multiply(x: Any, factor: Any, out: Any) -> None:
 
 
 @rowwise
+def copy(x: Any, out: Any) -> None:
+    """Compute out = x. numba's out[:] = x compiles an error with both shapes, for seconds."""
+    for j in range(x.size):
+        out[j] = x[j]
+
+
+@rowwise
 def dot(x: Any, y: Any) -> Any:
     """Return the sum of x y."""
     total = ZERO
@@ -148,7 +155,10 @@ def highest(x: Any) -> Any:
 @rowwise
 def are_safe(totals: Any) -> Any:
     """Return whether sums of powers are as exact as with the maximum subtracted. False for NaN."""
-    return totals.min() >= LEAST and totals.max() <= MOST
+    safe = True
+    for i in range(totals.size):
+        safe &= LEAST <= totals[i] <= MOST
+    return safe
 
 
 @rowwise

@@ -11,14 +11,14 @@ import importlib
 import sys
 import traceback
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import xformer
 from xformer.cli import config_file
 from xformer.cli.errors import by_option, in_words, sizes_given
-from xformer.cli.output import end, one_line, printing
+from xformer.cli.output import end, notes, one_line, printing
 from xformer.cli.parser import Parser
 from xformer.launcher import launched
 
@@ -41,6 +41,7 @@ COMMANDS = {  # name -> what it does
     "gradcheck": "check every gradient",
     "summary": "show a model's layers, parameters, memory and FLOPs",
     "memory": "show the memory of a training step, computed and measured",
+    "warm-up": "compile the kernels of backend numba ahead",
     "info": "show the backends that work here",
     "completion": "print a script for completion by the Tab key",
 }
@@ -113,14 +114,17 @@ def _run(argv: Sequence[str] | None) -> int:
     return status
 
 
-def _kernels_of(args: argparse.Namespace) -> AbstractContextManager[None]:
+@contextmanager
+def _kernels_of(args: argparse.Namespace) -> Iterator[None]:
     """A context with the kernels of --backend, if the command has this option."""
     backend = getattr(args, "backend", None)
     if backend is None:
-        return nullcontext()
+        yield
+        return
     from xformer.cli.models import kernels_of  # after parsing: this import takes long
 
-    return kernels_of(backend)
+    with notes(), kernels_of(backend):
+        yield
 
 
 def _meet(words: Sequence[str]) -> None:

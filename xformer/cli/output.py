@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -62,6 +63,32 @@ def printing() -> Iterator[Output]:
             sys.stdout, sys.stderr = before
             for output in (out, err):
                 _finish(output)
+
+
+class _Notes(logging.Handler):
+    """Prints what the library logs, such as that it compiles, on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line."""
+        print(f"xformer: {one_line(record.getMessage())}", file=sys.stderr)
+
+
+@contextmanager
+def notes() -> Iterator[None]:
+    """A context in which the log of the library is printed; of several processes, by the first."""
+    world = sys.modules.get("xformer.world")
+    if world is not None and world.world().rank > 0:
+        yield
+        return
+    log, handler = logging.getLogger("xformer"), _Notes()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
 
 
 def visible(text: str) -> str:

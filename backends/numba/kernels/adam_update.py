@@ -144,8 +144,10 @@ def step(args: int, piece: int, pieces: int, memory: int) -> None:
     scalars, old = at[NEW * n_leaves :], at[NEW * n_leaves + 3 :]
     table, total = np.empty((n_leaves, SIZE + 1), np.int64), np.int64(0)
     for i in range(n_leaves):
-        table[i, :OLD] = old[OLD * i : OLD * (i + 1)]
-        table[i, OLD:SIZE] = at[NEW * i : NEW * (i + 1)]
+        for j in range(OLD):
+            table[i, j] = old[OLD * i + j]
+        for j in range(NEW):
+            table[i, OLD + j] = at[NEW * i + j]
         table[i, SIZE] = a[4 + i]
         total += a[4 + i]
     # beta1, 1 - beta1, beta2, 1 - beta2, rate, 1 / root, eps, keep

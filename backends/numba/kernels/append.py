@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from xformer.backends.numba.flash_rows import copy
 from xformer.backends.numba.kernels.layout import program_of, unrecordable
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
@@ -72,7 +73,7 @@ def write(args: int, piece: int, pieces: int, memory: int) -> None:
         for i in range(start, stop):
             offset, size = 4 * i * s * width, s * width
             if new != old:
-                float32s(new + offset, (size,))[:] = float32s(old + offset, (size,))
+                copy(float32s(old + offset, (size,)), float32s(new + offset, (size,)))
             for j in range(first, last):
                 row = float32s(new + offset + 4 * (slot + j) * width, (width,))
-                row[:] = float32s(x + 4 * (i * t + j) * width, (width,))
+                copy(float32s(x + 4 * (i * t + j) * width, (width,)), row)

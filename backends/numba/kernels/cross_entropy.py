@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
+from xformer.backends.numba.flash_rows import copy
 from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.kernels.losses import (
     Options,
@@ -129,7 +130,7 @@ def take_losses(args: int, piece: int, pieces: int, memory: int) -> None:
     options, row = option_array(a[6], a[7], np.float32(1)), float32s(a[1] + 4 * piece * v, (1, v))
     start, stop = part(n, piece, pieces, 1)
     for i in range(start, stop):
-        row[0, :] = float32s(a[2] + 4 * i * v, (v,))
+        copy(float32s(a[2] + 4 * i * v, (v,)), row[0])
         differentiate(row, words(a[3] + 8 * i, 1), options, float32s(a[0] + 4 * i, (1,)))
 
 
@@ -149,5 +150,5 @@ def differentiate_losses(args: int, piece: int, pieces: int, memory: int) -> Non
         dloss = float32s(a[5] + 4 * (i if per_token else 0), (1,))[0]
         options = option_array(a[9], a[10], weight * dloss)
         row = float32s(a[0] + 4 * i * v, (1, v))
-        row[0, :] = float32s(a[2] + 4 * i * v, (v,))
+        copy(float32s(a[2] + 4 * i * v, (v,)), row[0])
         differentiate(row, words(a[3] + 8 * i, 1), options, float32s(a[1] + 4 * i, (1,)))

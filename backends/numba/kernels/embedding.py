@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
+from xformer.backends.numba.flash_rows import copy
 from xformer.backends.numba.kernels.index_add import emit_sums
 from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.program import program
@@ -77,6 +78,6 @@ def take_rows(args: int, piece: int, pieces: int, memory: int) -> None:
         row = float32s(a[0] + 4 * i * width, (width,))
         index = ids[i]  # read once: the bounds check must be of the value that is used
         if 0 <= index < n_rows:
-            row[:] = float32s(a[1] + 4 * index * width, (width,))
+            copy(float32s(a[1] + 4 * index * width, (width,)), row)
         else:
             row[:] = np.float32(0)

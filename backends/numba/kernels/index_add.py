@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
+from xformer.backends.numba.flash_rows import copy
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, take
 from xformer.backends.numba.program.native import (
@@ -100,7 +101,7 @@ def add_rows(args: int, piece: int, pieces: int, memory: int) -> None:
     for i in range(n_rows):
         row = float32s(ptr[0] + 4 * (i * width + start), size)
         if operands(args) == 4:
-            row[:] = float32s(ptr[3] + 4 * (i * width + start), size)
+            copy(float32s(ptr[3] + 4 * (i * width + start), size), row)
         else:
             row[:] = np.float32(0)
     ids = words(ptr[2], n)

@@ -160,7 +160,9 @@ def add_forward(args: int, piece: int, pieces: int, memory: int) -> None:
 def _gain(w: int, width: int, offset: float) -> Any:
     """Return offset + w as a new array (width,). w: its address."""
     gain = np.empty(width, np.float32)
-    gain[:] = float32s(w, (width,)) + np.float32(offset)
+    weights = float32s(w, (width,))
+    for j in range(width):
+        gain[j] = weights[j] + np.float32(offset)
     return gain
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba.compiled import LOG2_E, exp2, rowwise
-from xformer.backends.numba.flash_rows import LOWEST, ONE, ZERO, dot, multiply
+from xformer.backends.numba.flash_rows import LOWEST, ONE, ZERO, copy, dot, multiply
 from xformer.backends.numba.gemm import add_product
 from xformer.backends.numba.kernels.sdpa_operands import N_INS, read_call
 from xformer.backends.numba.kernels.sdpa_row_loops import (
@@ -120,8 +120,9 @@ def backward(args: int, piece: int, pieces: int, memory: int) -> None:
                 _differentiate_tile(
                     call, sequence, head, first, buffers, shift, exp_sum, dctx, dq, dkeys, dvalues
                 )
-        dk[sequence, :, group] = dkeys
-        dv[sequence, :, group] = dvalues
+        for j in range(s):
+            copy(dkeys[j], dk[sequence, j, group])
+            copy(dvalues[j], dv[sequence, j, group])
 
 
 @rowwise

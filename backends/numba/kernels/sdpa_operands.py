@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from xformer import ops
 from xformer.backends.numba import tile
+from xformer.backends.numba.atomic import strided_floats
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.flash import FAR, tile_of
 from xformer.backends.numba.program.namespace import astype, copied
@@ -256,12 +256,11 @@ def read_call(ins: int, numbers: int, memory: int) -> Any:
     """
     a, n, thread = words(ins, N_INS), words(numbers, N_NUMBERS), words(memory, 3)
     b, t, h, width, s, g, m = n[0], n[1], n[2], n[3], n[4], n[5], n[6]
-    one = (1, 1, 1, 1)
     return SdpaCall(
         (thread[SGEMM], thread[TILES], float32s(thread[SCRATCH], (tile.SIZE,))),
-        as_strided(float32s(a[0], one), (b, t, h, width), (n[11], n[12], n[13], 4)),
-        as_strided(float32s(a[1], one), (b, s, g, width), (n[14], n[15], n[16], 4)),
-        as_strided(float32s(a[2], one), (b, s, g, m), (n[17], n[18], n[19], 4)),
+        strided_floats(a[0], (b, t, h, width), (n[11], n[12], n[13], 4)),
+        strided_floats(a[1], (b, s, g, width), (n[14], n[15], n[16], 4)),
+        strided_floats(a[2], (b, s, g, m), (n[17], n[18], n[19], 4)),
         a[3],
         a[4],
         a[5],

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 from numba import types
-from numba.extending import intrinsic
 
+from xformer.backends.numba.atomic import array_at
 from xformer.backends.numba.compiled import callable_from_c, inlined
 
 SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
@@ -33,6 +33,9 @@ LINE = 16  # float32 numbers in a cache line; pieces begin at a multiple, so tha
 NOTHING = 0, (1 << 63) - 1, -(1 << 63)  # initial words of a check: not failed, no least or largest
 # Words of a thread: addresses of BLAS's sgemm, of `tile.multiply` and of float32 scratch for it.
 SGEMM, TILES, SCRATCH = range(3)
+
+
+KERNELS = list["Kernel"]()  # all kernels of the imported modules
 
 
 class Kernel:
@@ -65,7 +68,8 @@ class Native(NamedTuple):
 
 def native(fn: Callable[..., None]) -> Kernel:
     """Return `fn` as a `Kernel`: a C function (args, piece, pieces, memory), described above."""
-    return Kernel(fn)
+    KERNELS.append(Kernel(fn))
+    return KERNELS[-1]
 
 
 def bits(x: float) -> int:
@@ -84,29 +88,12 @@ def _inline(fn: Any) -> Any:
     return numba.njit(inline="always")(fn)
 
 
-def _pointer(element: Any) -> Any:
-    """Return an intrinsic that casts an int64 address to a pointer to this numba type."""
-
-    def typed(typing: Any, address: Any) -> Any:
-        def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(element)(types.int64), build
-
-    return intrinsic(typed)
-
-
-_words: Any = _pointer(types.int64)
-_floats: Any = _pointer(types.float32)
-_doubles: Any = _pointer(types.float64)
-_integers: Any = _pointer(types.int32)
-_bytes: Any = _pointer(types.uint8)
-
-
-@_inline
-def words(address: Any, n: Any) -> Any:
-    """Return the array of n int64 words at an address, without a copy."""
-    return numba.carray(_words(address), n, np.int64)
+# Arrays at an address, without a copy: (address, size), or (address, shape) for floats.
+words: Any = array_at(types.int64)
+float32s: Any = array_at(types.float32)
+float64s: Any = array_at(types.float64)
+int32s: Any = array_at(types.int32)
+uint8s: Any = array_at(types.uint8)
 
 
 @_inline
@@ -119,30 +106,6 @@ def operands(args: Any) -> Any:
 def numbers(args: Any, n: Any) -> Any:
     """Return the first n integers of the instruction (`Native.numbers`)."""
     return words(args + 8 * operands(args), n)
-
-
-@_inline
-def float32s(address: Any, shape: Any) -> Any:
-    """Return the C-contiguous float32 array of this shape at an address, without a copy."""
-    return numba.carray(_floats(address), shape, np.float32)
-
-
-@_inline
-def float64s(address: Any, shape: Any) -> Any:
-    """Return the C-contiguous float64 array of this shape at an address, without a copy."""
-    return numba.carray(_doubles(address), shape, np.float64)
-
-
-@_inline
-def int32s(address: Any, n: Any) -> Any:
-    """Return the array of n int32 at an address, without a copy."""
-    return numba.carray(_integers(address), n, np.int32)
-
-
-@_inline
-def uint8s(address: Any, n: Any) -> Any:
-    """Return the array of n uint8 at an address, without a copy."""
-    return numba.carray(_bytes(address), n, np.uint8)
 
 
 @_inline

@@ -232,7 +232,8 @@ def _block(code: int, dtype: int, x: Any, z: Any, y: Any) -> None:
         for j in range(y.size):
             y[j] = 1 - x[j] if dtype == BOOL else ~x[j]
     elif code == ASTYPE:
-        y[:] = x
+        for j in range(y.size):
+            y[j] = x[j]
     else:
         _compare(code, x, z, y)
 

@@ -1,0 +1,84 @@
+"""Compile functions that only compiled functions call, without machine code for each.
+
+numba optimises every function and makes machine code of it, with wrappers for Python and C, even if
+only other compiled functions call it. Here the LLVM code of such a function is linked into each
+caller as it is, and is optimised there once: first calls take half the time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import types
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import register_pass
+from numba.core.registry import CPUDispatcher
+from numba.core.typed_passes import NativeLowering
+
+
+class Function(CPUDispatcher):
+    """A compiled function. Called from Python it is as numba's; compiled callers link it in."""
+
+    @functools.cached_property
+    def linked(self) -> _Linked:
+        """The form for compiled callers."""
+        options = self.targetoptions | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        return _Linked(self.py_func, targetoptions=options, pipeline_class=_Compiler)
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        return self.linked.get_call_template(args, kws)
+
+    def get_overload(self, sig: Any) -> Any:
+        return self.linked.get_overload(sig)
+
+
+class _Linked(CPUDispatcher):
+    """A function that Python does not call. Literal arguments do not make versions of their own."""
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        return super().get_call_template(tuple(map(types.unliteral, args)), kws)
+
+    def add_overload(self, cres: Any) -> None:
+        self.overloads[tuple(cres.signature.args)] = cres
+
+
+class _Library(JITCodeLibrary):
+    """The LLVM code of a function and of its callees, which is not optimised and never run."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _Lowering(NativeLowering):
+    """numba's pass from typed code to LLVM code, into a `_Library`."""
+
+    _name = "linked_lowering"
+
+    def run_pass(self, state: Any) -> bool:
+        state.library = _Library(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.flags.no_compile = True
+        super().run_pass(state)
+        key = object()  # by which callers find the function
+        state.targetctx.insert_user_function(key, state.cr.fndesc, [state.library])
+        state.cr = state.cr._replace(cfunc=key)
+        return True
+
+
+class _Compiler(CompilerBase):
+    """numba's compiler, with `_Lowering`."""
+
+    def define_pipelines(self) -> Any:
+        manager = DefaultPassBuilder.define_nopython_pipeline(self.state, name="linked")
+        manager.passes = [
+            (_Lowering if step is NativeLowering else step, description)
+            for step, description in manager.passes
+        ]
+        manager._finalized = False
+        manager.finalize()
+        return [manager]
