@@ -3,8 +3,8 @@
     with xformer.kernels("numba"): ...
 
 Within this context they are tried before the kernels of `xformer.backends.numpy`, which compute
-what numba's kernels do not support, such as float64. The first training run on a machine compiles
-kernels for one to two minutes.
+what numba's kernels do not support, such as float64. The first use compiles kernels
+(`docs/compile.md`, "The first use").
 """
 
 from __future__ import annotations

@@ -195,7 +195,9 @@ def _load(load: Callable[..., Any], *signature: Any) -> Any:
 
 @functools.cache
 def _say_compiling() -> None:
-    LOG.info("numba compiles kernels once, some 4 to 20 s; they are kept in %s", folder())
+    LOG.info(
+        "numba compiles kernels once, 5 to 40 s on an idle core; they are kept in %s", folder()
+    )
 
 
 @functools.cache

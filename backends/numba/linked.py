@@ -1,8 +1,8 @@
 """Compile functions that only compiled functions call, without machine code for each.
 
 numba optimises every function and makes machine code of it, with wrappers for Python and C, even if
-only other compiled functions call it. Here the LLVM code of such a function is linked into each
-caller as it is, and is optimised there once: first calls take half the time.
+only other compiled functions call it. Here the LLVM code of such a function is linked into its
+callers, and only they become machine code: first calls take two thirds of the time.
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ class _Linked(CPUDispatcher):
 
 
 class _Library(JITCodeLibrary):
-    """The LLVM code of a function and of its callees, which is not optimised and never run."""
+    """The LLVM code of a function and of its callees, optimised once and never run."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self) -> None:
-        pass
+        # Loops that are inlined before they are vectorised can be slower: GELU by 7 %.
+        manager, builder = self._codegen._module_pass_manager()
+        manager.run(self._final_module, builder)
 
     def _finalize_final_module(self) -> None:
         self._finalized = True
