@@ -71,6 +71,8 @@ def _numbers_cast(arrays: Sequence[Any]) -> list[Any]:
     cast = []
     for x in arrays:
         if type(x) is TracedNumber:
+            if x.dtype.kind == "i" and dtype.kind in "iu" and dtype != np.int64:
+                raise Unrecorded(f"a whole number may be out of bounds for {dtype.name}")
             x = astype(x, dtype)
         cast.append(x)
     return cast
