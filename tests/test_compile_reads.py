@@ -265,6 +265,9 @@ def test_the_types_of_arrays_and_numbers() -> None:
     compiled = xf.compile(typed)
     require_equal(compiled(X, 1.0), X * 2)
     require_equal(compiled(X, 1), X * 3)
+    for scalar in (np.float64(2), np.float32(2), np.asarray(2.0)):
+        with pytest.warns(RuntimeWarning, match=r"the type of an array \(\) is read"):
+            require_equal(xf.compile(typed)(X, scalar), typed(X, scalar))
 
 
 # ---- Contexts ----

@@ -127,8 +127,11 @@ class Traced:
         """What `isinstance` asks: outside of xformer, the type that the function itself gets."""
         if _is_of_xformer(sys._getframe(1)):
             return Traced
-        is_scalar = not self.shape and (self.buffer is None or self.buffer.name is None)
-        return self.dtype.type if is_scalar else np.ndarray
+        if self.shape:
+            return np.ndarray
+        if self.buffer is not None and self.buffer.name is not None:
+            raise Unrecorded("the type of an array () is read: it may be a scalar of NumPy")
+        return self.dtype.type
 
     def __bool__(self) -> bool:
         return bool(self._value())
