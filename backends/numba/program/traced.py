@@ -122,7 +122,7 @@ class Traced:
             raise Unrecorded(f"{name}, which is not of the array API, is not recorded")
         raise AttributeError(f"an array has no attribute {name}")
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """What `isinstance` asks: outside of xformer, the type that the function itself gets."""
         if _is_of_xformer(sys._getframe(1)):
@@ -177,7 +177,7 @@ class TracedNumber(Traced):
 
     __slots__ = ()
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return {"b": bool, "i": int, "f": float}[self.dtype.kind]
 
