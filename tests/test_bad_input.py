@@ -825,33 +825,41 @@ ATTENTION = AttentionParams(LINEAR, KeyValueParams(LINEAR, LINEAR), LINEAR)
 SEQUENCE = numbers(2, 5, D)
 
 
-def attend(x: Any = SEQUENCE, params: Any = ATTENTION, *args: Any, **options: Any) -> Any:
-    return layers.attention(x, params, *args, **({"n_heads": H} | options))
+def attend(
+    x: Any = SEQUENCE, params: Any = ATTENTION, *side: Any, config: Any = None, **context: Any
+) -> Any:
+    attn = layers.AttentionConfig(D, H) if config is None else config
+    called = layers.Context(**context)
+    return layers.attention(x, params, layers.SideInputs(*side), config=attn, context=called)
+
+
+def heads(n_heads: Any, n_kv_heads: Any = None, **options: Any) -> Any:
+    return layers.AttentionConfig(D, n_heads, n_kv_heads, d_head=3, **options)
 
 
 ATTENTION_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "heads do not divide": (
-        lambda: attend(n_heads=4),
+        lambda: attend(config=heads(4)),
         ValueError,
         "attention: the 6 columns of q.w must split into 4 heads",
     ),
     "key heads do not divide": (
-        lambda: attend(n_heads=6, n_kv_heads=4),
+        lambda: attend(config=heads(6, 4)),
         ValueError,
-        "attention: the 6 columns of k.w must split into 4 heads",
+        "attention: n_kv_heads = 4 must divide 6 heads",
     ),
     "key heads do not divide heads": (
-        lambda: attend(n_heads=2, n_kv_heads=3),
+        lambda: attend(config=heads(2, 1)),
         ValueError,
-        "sdpa: k must be (B, G, S, K) with B = 2 (from q), K = 3 (from q), got shape (2, 3, 5, 2)",
+        "sdpa: k must be (B, G, S, K) with B = 2 (from q), K = 3 (from q), got shape (2, 1, 5, 6)",
     ),
     "no heads": (
-        lambda: attend(n_heads=0),
+        lambda: attend(config=heads(0)),
         ValueError,
         "attention: n_heads must be an int of at least 1, got 0",
     ),
     "float heads": (
-        lambda: attend(n_heads=2.0),
+        lambda: attend(config=heads(2.0)),
         ValueError,
         "attention: n_heads must be an int of at least 1, got 2.0",
     ),
@@ -942,9 +950,9 @@ ATTENTION_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "sdpa: mask must broadcast to (B, H, T, S) = (2, 2, 5, 5), got shape (2, 5)",
     ),
     "dropout without a key": (
-        lambda: attend(dropout_rate=0.5),
+        lambda: attend(config=heads(2, dropout=0.5), dropout_key=3),
         TypeError,
-        "sdpa: dropout_key must be an xformer.RandomKey, got None",
+        "sdpa: dropout_key must be an xformer.RandomKey, got int",
     ),
     "unknown activation": (
         lambda: layers.feed_forward(
@@ -1001,9 +1009,14 @@ def test_blocks_and_their_memory() -> None:
     with raises(ValueError, message):
         layers.block(SEQUENCE, decoder, config=config)
     with raises(ValueError, message):
-        layers.block(SEQUENCE, encoder, SEQUENCE, config=config)
+        layers.block(SEQUENCE, encoder, layers.SideInputs(SEQUENCE), config=config)
     with raises(ValueError, "block: memory_pos and memory_mask need a memory, ..."):
-        layers.block(SEQUENCE, encoder, memory_mask=np.ones((5, 5), bool), config=config)
+        layers.block(
+            SEQUENCE,
+            encoder,
+            config=config,
+            context=layers.Context(memory_mask=np.ones((5, 5), bool)),
+        )
     with raises(ValueError, "blocks: params must hold a block for each of 2 layers, ..."):
         layers.stack(SEQUENCE, layers.StackParams((), None, None), configs=(config,) * 2)
     experts = block_config(D, H, 7, experts=ExpertsConfig(3, 2, 5))
@@ -1029,11 +1042,17 @@ def test_attention_to_nothing(library: Backend) -> None:
     sizes = [(2, 5, 0), (2, 0, 4), (0, 5, 4), (2, 1, 1), (0, 0, 0)]
     for (b, t, s), causal in few(library, itertools.product(sizes, (True, False)), 3):
         x, memory = library.asarray(numbers(b, t, D)), library.asarray(numbers(b, s, D))
-        y, cache = layers.attention(x, params, memory, n_heads=H, causal=causal)
+        y, cache = layers.attention(
+            x,
+            params,
+            layers.SideInputs(memory),
+            config=layers.AttentionConfig(x.shape[-1], H),
+            context=layers.Context(causal=causal),
+        )
         assert tuple(y.shape) == (b, t, D)
-        dx, dparams, dmemory, *_ = cache.backward(library.xp.ones_like(y))
+        dx, dparams, dside = cache.backward(library.xp.ones_like(y))
         assert tuple(dx.shape) == (b, t, D)
-        assert tuple(dmemory.shape) == (b, s, D)
+        assert tuple(dside.memory.shape) == (b, s, D)
         for leaf in tree.flatten(dparams).values():
             values = library.to_numpy(leaf)
             assert np.isfinite(values).all()

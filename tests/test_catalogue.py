@@ -22,8 +22,8 @@ BUILT = [(case, *case.build(NUMPY)) for case in cases()]
 # Not differentiable, or without options and tested where they stand.
 NO_CASE = {"Head", "RandomKey", "alibi", "random_bits", "rope_tables", "sinusoidal"}
 # Of a text that grows there is no backward: tests/test_cached.py.
-NO_BACKWARD = {"kv_cache", "n_cached"}
-DECODING = (layers.stack, layers.blocks, layers.latent_attention)
+NO_BACKWARD = {"n_cached"}
+DECODING = (layers.stack,)
 
 
 def of(function: Any) -> Iterator[tuple[partial[Any], tuple[Any, ...]]]:

@@ -74,7 +74,8 @@ def test_frozen_parameters_stay_frozen(case: Case) -> None:
 
     def some(arg: Any) -> Any:
         names = [name for name in tree.flatten(arg) if next(count) % 2]
-        return tree.freeze(arg, *names) if names and isinstance(arg, tuple) else arg
+        is_params = isinstance(arg, tuple) and not isinstance(arg, layers.SideInputs)
+        return tree.freeze(arg, *names) if names and is_params else arg
 
     frozen = tuple(some(arg) for arg in args)
     off, on = (results(checkpointing(fn, flag), frozen) for flag in (False, True))
@@ -117,10 +118,11 @@ def test_generation_goes_on_as_without() -> None:
 
 def test_a_past_goes_before_it() -> None:
     case = next(c for c in CASES if c.name == "stack: other windows, rotary")
-    fn, (x, params, *rest) = case.build(NUMPY)
-    options = fn.keywords | {"kv_cache": (layers.KVCache(),) * 2}
+    fn, (x, params, side) = case.build(NUMPY)
+    context = fn.keywords["context"]._replace(kv_cache=(layers.KVCache(),) * 2)
+    options = fn.keywords | {"context": context}
     (y, cache), (wanted, _) = (
-        layers.stack(x, params, *rest, **options, activation_checkpointing=flag)
+        layers.stack(x, params, side, **options, activation_checkpointing=flag)
         for flag in (True, False)
     )
     assert np.array_equal(y, wanted) and cache.layers.kv_cache[1].length == x.shape[1]

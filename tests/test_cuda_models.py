@@ -100,7 +100,7 @@ def test_sums_are_made_with_the_norm_behind_them(
     x, memory, dy = (rng.normal((2, 3, 6)) for _ in range(3))
     params = config.init(rng, cross=True)
     launched.clear()
-    _, cache = layers.blocks(x, (params,), memory, configs=(config,) * 2)
+    _, cache = layers.blocks(x, (params,), layers.SideInputs(memory), configs=(config,) * 2)
     added = [args[1] is not None for name, _, args in launched if name == f"{kind}_norm_forward"]
     assert added == [norm == "post", *sums[1:], *sums]  # before the first norm there may be none
     launched.clear()

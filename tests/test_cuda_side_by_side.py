@@ -171,9 +171,15 @@ def params_of(d: int, heads: tuple[int, int], width: int, *, bias: bool) -> Atte
 
 
 def step(place: Any, params: Any, x: Any, dy: Any, config: Any, memory: Any = None) -> Any:
-    y, cache = layers.attention(x, params, memory, **config)
+    how = {"causal": False, "rotary": None, **config}
+    context = layers.Context(causal=how.pop("causal"), rotary=how.pop("rotary"))
+    heads, groups = how["n_heads"], how.get("n_kv_heads")
+    w_q = tree.value(getattr(params.q, "base", params.q).w)
+    attn = layers.AttentionConfig(x.shape[-1], heads, groups, d_head=w_q.shape[1] // heads)
+    side = layers.SideInputs(memory)
+    y, cache = layers.attention(x, params, side, config=attn, context=context)
     grads = cache.backward(dy)
-    return tree.flatten({"y": y, "dx": grads[0], "params": grads[1], "memory": grads[2]})
+    return tree.flatten({"y": y, "dx": grads[0], "params": grads[1], "memory": grads[2].memory})
 
 
 def require(

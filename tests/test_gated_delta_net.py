@@ -52,8 +52,10 @@ def test_transformers() -> None:
         wanted = theirs(given, attention_mask=torch.tensor(mask))
         dy = np.random.default_rng(1).normal(size=x.shape)
         wanted.backward(torch.tensor(dy))
-    y, cache = layers.gated_delta_net(x, params, config=CONFIG, mask=mask)
-    dx, dparams = cache.backward(dy)
+    y, cache = layers.gated_delta_net(
+        x, params, config=CONFIG, context=layers.Context(causal=True, mask=mask[:, None, None, :])
+    )
+    dx, dparams, _ = cache.backward(dy)
     np.testing.assert_allclose(y, wanted.detach(), rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(dx, given.grad, rtol=1e-9, atol=1e-9)
     grads = dict(theirs.named_parameters())
@@ -78,7 +80,9 @@ def test_parts_with_a_state_are_the_whole(parts: tuple[int, ...]) -> None:
     state, start, rows = layers.RecurrentState(), 0, []
     for n in parts:
         part = x[:, start : start + n]
-        row, cache = layers.gated_delta_net(part, params, config=CONFIG, kv_cache=state)
+        row, cache = layers.gated_delta_net(
+            part, params, config=CONFIG, context=layers.Context(causal=True, kv_cache=state)
+        )
         rows.append(row)
         start, state = start + n, cache.kv_cache
     np.testing.assert_allclose(np.concatenate(rows, axis=1), y, rtol=0, atol=1e-13)
@@ -88,7 +92,12 @@ def test_padding_on_the_left_changes_nothing() -> None:
     x, params = arrays()
     mask = np.array([[False] * 3 + [True] * 7] * 2)
     padded = np.concatenate([x[:, :3] + 5, x], axis=1)
-    y, _ = layers.gated_delta_net(padded, params, config=CONFIG, mask=mask)
+    y, _ = layers.gated_delta_net(
+        padded,
+        params,
+        config=CONFIG,
+        context=layers.Context(causal=True, mask=mask[:, None, None, :]),
+    )
     wanted, _ = layers.gated_delta_net(x, params, config=CONFIG)
     np.testing.assert_allclose(y[:, 3:], wanted, rtol=0, atol=1e-13)
 
@@ -114,7 +123,7 @@ def test_frozen_parameters_have_no_gradient() -> None:
     frozen = tree.map(tree.Frozen, params)
     y, cache = layers.gated_delta_net(x, frozen, config=CONFIG)
     wanted, other = layers.gated_delta_net(x, params, config=CONFIG)
-    dx, dparams = cache.backward(y)
+    dx, dparams, _ = cache.backward(y)
     assert np.array_equal(y, wanted)
     np.testing.assert_allclose(dx, other.backward(y)[0], rtol=0, atol=1e-13)
     assert not tree.flatten(dparams)
@@ -147,8 +156,15 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=re.escape("qkv.w must have 2 G K + H M = 26 columns")):
         config = GatedDeltaNetConfig(12, n_heads=2, n_key_heads=1, d_key=3, d_value=10)
         layers.gated_delta_net(x, params, config=config)
-    with pytest.raises(ValueError, match=re.escape("mask must be (B, T) = (2, 7) like x")):
-        layers.gated_delta_net(x, params, config=CONFIG, mask=np.ones((2, 8), bool))
+    with pytest.raises(
+        ValueError, match=re.escape("mask must be of padding, (B, 1, 1, S), got shape (2, 7)")
+    ):
+        layers.gated_delta_net(
+            x,
+            params,
+            config=CONFIG,
+            context=layers.Context(causal=True, mask=np.ones((2, 7), bool)),
+        )
     with pytest.raises(ValueError, match=re.escape("x must be (B, T, D) or (T, D)")):
         layers.gated_delta_net(x[0, 0], params, config=CONFIG)
 

@@ -87,7 +87,9 @@ def by_the_paper(x: np.ndarray, params: Any, config: LatentAttentionConfig) -> n
 def test_the_formulas_of_the_paper(library: Backend, config: LatentAttentionConfig) -> None:
     x, rotary = inputs(library)
     params = drawn(library, config)
-    y, _ = latent_attention(x, params, config=config, rotary=rotary, causal=True)
+    y, _ = latent_attention(
+        x, params, config=config, context=layers.Context(causal=True, rotary=rotary)
+    )
     on_host = tree.map(library.to_numpy, params)
     for got, row in zip(library.to_numpy(y), library.to_numpy(x), strict=True):
         np.testing.assert_allclose(got, by_the_paper(row, on_host, config), **EXACT)
@@ -103,23 +105,30 @@ def test_decoding_without_the_keys_of_heads(
     params = drawn(library, config)
     bias = library.generator(7, "float64").normal((3, T, T))
     y, cache = latent_attention(
-        x, params, bias, config=config, rotary=rotary, causal=True, kv_cache=KVCache()
+        x,
+        params,
+        layers.SideInputs(bias=bias),
+        config=config,
+        context=layers.Context(causal=True, rotary=rotary, kv_cache=KVCache()),
     )
     first, last = (
         layers.RopeTables(rotary.cos[part, :], rotary.sin[part, :], rotary.interleaved)
         for part in (slice(n_first), slice(n_first, T))
     )
-    options: Any = {"config": config, "causal": True}
     one, so_far = latent_attention(
         x[:, :n_first, :],
         params,
-        bias[:, :n_first, :n_first],
-        rotary=first,
-        kv_cache=KVCache(),
-        **options,
+        layers.SideInputs(bias=bias[:, :n_first, :n_first]),
+        config=config,
+        context=layers.Context(causal=True, rotary=first, kv_cache=KVCache()),
     )
-    rest = x[:, n_first:, :], params, bias[:, n_first:, :]
-    two, after = latent_attention(*rest, rotary=last, kv_cache=so_far.kv_cache, **options)
+    two, after = latent_attention(
+        x[:, n_first:, :],
+        params,
+        layers.SideInputs(bias=bias[:, n_first:, :]),
+        config=config,
+        context=layers.Context(causal=True, rotary=last, kv_cache=so_far.kv_cache),
+    )
     assert after.core is None and so_far.core is not None
     both = library.to_numpy(library.xp.concat([one, two], axis=1))
     np.testing.assert_allclose(both, library.to_numpy(y), **EXACT)
@@ -144,13 +153,16 @@ def test_the_whole_map_of_the_latent_vector_is_used_in_decoding(
         up = params.kv.up._replace(b=NUMPY.generator(9, "float64").normal((3 * (4 + 7),)))
         params = params._replace(kv=params.kv._replace(up=up))
     x, _ = inputs(NUMPY)
-    y, _ = latent_attention(x, params, config=CONFIG, causal=True)
+    y, _ = latent_attention(x, params, config=CONFIG, context=layers.Context(causal=True))
     with inference():
         _, cache = latent_attention(
-            x[:, :4], params, config=CONFIG, causal=True, kv_cache=KVCache()
+            x[:, :4], params, config=CONFIG, context=layers.Context(causal=True, kv_cache=KVCache())
         )
         last, _ = latent_attention(
-            x[:, 4:], params, config=CONFIG, causal=True, kv_cache=cache.kv_cache
+            x[:, 4:],
+            params,
+            config=CONFIG,
+            context=layers.Context(causal=True, kv_cache=cache.kv_cache),
         )
     np.testing.assert_allclose(last[:, 0], y[:, 4], **EXACT)
 
@@ -189,14 +201,15 @@ BLOCK = model().blocks[0]
 USUAL = block_config(6, 3, 8)
 
 
-def run(params: Any = PARAMS, **options: Any) -> Any:
-    return latent_attention(X, params, config=CONFIG, **options)
+def run(params: Any = PARAMS, **context: Any) -> Any:
+    return latent_attention(X, params, config=CONFIG, context=layers.Context(**context))
 
 
-def block(params: Any = None, **options: Any) -> Any:
+def block(params: Any = None, pos: Any = None, **context: Any) -> Any:
     rng = NUMPY.generator(0, "float64")
     params = BLOCK.init(rng) if params is None else params
-    return layers.block(X, params, config=BLOCK, **options)
+    side = layers.SideInputs(pos=pos)
+    return layers.block(X, params, side, config=BLOCK, context=layers.Context(**context))
 
 
 def wide(**parts: int) -> Any:
@@ -238,7 +251,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "cross-attention in a block": (
         lambda: layers.block(
-            X, USUAL.init(NUMPY.generator(0, "float64"), cross=True), X, config=BLOCK
+            X,
+            USUAL.init(NUMPY.generator(0, "float64"), cross=True),
+            layers.SideInputs(X),
+            config=BLOCK,
         ),
         "block: cross-attention needs an AttentionConfig",
     ),
@@ -254,11 +270,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "positions": (
         lambda: block(pos=np.ones((4, 6))),
-        "block: latent attention has no pos, which needs AttentionConfig",
+        "latent_attention: pos must be None, which this layer cannot follow",
     ),
     "segment memory": (
         lambda: block(segment_memory=X),
-        "block: latent attention has no segment_memory, which needs AttentionConfig",
+        "latent_attention: segment_memory must be None, which this layer cannot follow",
     ),
     "parameters of another attention": (
         lambda: block(USUAL.init(NUMPY.generator(0, "float64"))),

@@ -20,9 +20,13 @@ def test_causal_blocks_do_not_look_ahead(library: Backend) -> None:
     config = block_config(d_model=6, n_heads=2, d_ff=11)
     params = layers.StackParams.init(rng, (config,) * 2)
     host = np.array(library.to_numpy(rng.normal((2, 5, 6))))
-    before, _ = layers.stack(library.asarray(host), params, configs=(config,) * 2, causal=True)
+    before, _ = layers.stack(
+        library.asarray(host), params, configs=(config,) * 2, context=layers.Context(causal=True)
+    )
     host[:, 3] += 1
-    after, _ = layers.stack(library.asarray(host), params, configs=(config,) * 2, causal=True)
+    after, _ = layers.stack(
+        library.asarray(host), params, configs=(config,) * 2, context=layers.Context(causal=True)
+    )
     before, after = library.to_numpy(before), library.to_numpy(after)
     assert np.array_equal(before[:, :3], after[:, :3])
     assert (before[:, 3:] != after[:, 3:]).any(axis=(0, 2)).all()
@@ -36,7 +40,8 @@ def test_heads_attend_for_themselves(library: Backend) -> None:
     linear = layers.LinearParams
     kv = layers.KeyValueParams(linear(w_k, None), linear(w_v, None))
     params = layers.AttentionParams(linear(w_q, None), kv, None)
-    y, _ = layers.attention(x, params, memory, n_heads=4, n_kv_heads=2)
+    config = layers.AttentionConfig(6, 4, 2, d_head=3, d_value=2)
+    y, _ = layers.attention(x, params, layers.SideInputs(memory), config=config)
     x, memory, w_q, w_k, w_v, y = map(library.to_numpy, (x, memory, w_q, w_k, w_v, y))
     for b in range(2):
         for h in range(4):
@@ -66,14 +71,16 @@ def test_one_sequence_is_a_batch_of_one(library: Backend, name: str) -> None:
     params = config.init(rng, cross=cross)
     x, dy = rng.normal((5, 6)), rng.normal((5, 6))
     memory = rng.normal((7, 6)) if cross else None
-    options: Any = {"config": config, "causal": True, "dropout_key": RandomKey(3)}
-    one, one_cache = layers.block(x, params, memory, **options)
+    context = layers.Context(causal=True, dropout_key=RandomKey(3))
+    options: Any = {"config": config, "context": context}
+    one, one_cache = layers.block(x, params, layers.SideInputs(memory), **options)
     batch = None if memory is None else memory[None, ...]
-    many, many_cache = layers.block(x[None, ...], params, batch, **options)
+    many, many_cache = layers.block(x[None, ...], params, layers.SideInputs(batch), **options)
     got = one_cache.backward(dy)
     wanted = many_cache.backward(dy[None, ...])
     assert one.shape == got[0].shape == (5, 6)
-    for a, b in zip((one, got[0], got[2]), (many, wanted[0], wanted[2]), strict=True):
+    pairs = (one, got[0], got[2].memory), (many, wanted[0], wanted[2].memory)
+    for a, b in zip(*pairs, strict=True):
         if a is not None:
             assert np.array_equal(library.to_numpy(a), library.to_numpy(b)[0])
     for name, grad in tree.flatten(got[1]).items():
@@ -102,7 +109,9 @@ def test_with_a_past_nothing_is_kept(library: Backend) -> None:
     config = block_config(d_model=6, n_heads=2, d_ff=11)
     params = layers.StackParams.init(rng, (config,) * 2).blocks
     x, kv_cache = rng.normal((2, 5, 6)), (layers.KVCache(),) * 2
-    y, cache = layers.blocks(x, params, configs=(config,) * 2, kv_cache=kv_cache)
+    y, cache = layers.blocks(
+        x, params, configs=(config,) * 2, context=layers.Context(kv_cache=kv_cache)
+    )
     assert [own.length for own in cache.kv_cache] == [5, 5] and not cache.blocks
     with pytest.raises(
         ValueError, match=r"^blocks: with a KV cache nothing is saved for a backward$"
@@ -119,9 +128,9 @@ def test_memories_are_as_many_as_layers(library: Backend, n: int) -> None:
     kv = layers.KeyValue(rng.normal((2, 2, 7, 3)), rng.normal((2, 2, 7, 3)))
     x = rng.normal((2, 5, 6))
     with pytest.raises(ValueError, match=rf"^blocks: memory must be one .* each of 2, got {n}$"):
-        layers.blocks(x, params, [kv] * n, configs=configs)
-    one, _ = layers.blocks(x, params, kv, configs=configs)
-    two, _ = layers.blocks(x, params, [kv] * 2, configs=configs)
+        layers.blocks(x, params, layers.SideInputs([kv] * n), configs=configs)
+    one, _ = layers.blocks(x, params, layers.SideInputs(kv), configs=configs)
+    two, _ = layers.blocks(x, params, layers.SideInputs([kv] * 2), configs=configs)
     assert np.array_equal(library.to_numpy(one), library.to_numpy(two))
 
 

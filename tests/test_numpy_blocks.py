@@ -43,17 +43,27 @@ def arguments(n: int = 9, length: int = 10, *, n_blocks: int = 3, **changes: Any
     rng = xf.backends.get("numpy").generator(1, "float64")
     config = changed(CONFIG, **changes)
     params = layers.StackParams.init(rng, (config,) * n_blocks, cross=True).blocks
-    args = (
-        rng.normal((n, length, 16)),
-        params,
+    x = rng.normal((n, length, 16))
+    side = layers.SideInputs(
         rng.normal((n, 7, 16)),
         rng.normal((2, 1, length)),
         rng.normal((length, 8)),
         rng.normal((7, 8)),
     )
     mask = rng.uniform((n, 1, 1, length)) < 0.8
-    options = {"configs": (config,) * 3, "mask": mask, "causal": True}
-    return args, options
+    options = {"configs": (config,) * 3, "context": layers.Context(mask, causal=True)}
+    return (x, params, side), options
+
+
+def within(options: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """`options` with another context."""
+    return options | {"context": options["context"]._replace(**changes)}
+
+
+def beside(args: Any, **changes: Any) -> tuple[Any, ...]:
+    """`args` with other side inputs."""
+    x, params, side = args
+    return x, params, side._replace(**changes)
 
 
 def gradients(run: Any, args: Any, options: Any) -> dict[str, Any]:
@@ -89,7 +99,7 @@ def test_the_catalogue(
         assert kernel.unsupported(*args, **fn.keywords) == "reversible blocks"
     elif args[0].ndim == 2:
         assert "not batches" in str(kernel.unsupported(*args, **fn.keywords))
-    elif fn.keywords.get("dropout_key") is None:
+    elif fn.keywords["context"].dropout_key is None:
         require_same(args, fn.keywords)
     else:
         assert "dropout" in str(kernel.unsupported(*args, **fn.keywords))
@@ -123,9 +133,9 @@ def turned(n: int, length: int = 10) -> RopeTables:
 
 def ready(args: Any, options: dict[str, Any], memory: Any) -> Arguments:
     """`arguments` with keys and values of a memory that are made."""
-    x, params, _, bias, pos, _ = args
+    x, params, side = args
     params = tuple(p._replace(cross=p.cross._replace(kv=None)) for p in params)
-    return (x, params, memory, bias, pos), options
+    return (x, params, side._replace(memory=memory, memory_pos=None)), options
 
 
 def key_value(n: int = 9) -> KeyValue:
@@ -134,20 +144,20 @@ def key_value(n: int = 9) -> KeyValue:
 
 def test_what_each_sequence_has_of_its_own() -> None:
     args, options = arguments()
-    options["memory_mask"] = RNG.uniform(size=(9, 1, 1, 7)) < 0.8
-    require_same(args, options | {"rotary": turned(9)})
+    options = within(options, memory_mask=RNG.uniform(size=(9, 1, 1, 7)) < 0.8)
+    require_same(args, within(options, rotary=turned(9)))
     for shape in ((9, 2, 10, 10), (9, 1, 1, 1), (1, 2, 10, 10), (10, 10)):
-        require_same((*args[:3], RNG.normal(size=shape), *args[4:]), options)
+        require_same(beside(args, bias=RNG.normal(size=shape)), options)
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_a_memory_for_each_layer(kind: Any) -> None:
     args, options = ready(*arguments(), kind(key_value() for _ in range(3)))
     require_same(args, options)
-    dmemory = layers.blocks(*args, **options)[1].backward(args[0])[2]
+    dmemory = layers.blocks(*args, **options)[1].backward(args[0])[2].memory
     assert [type(own) for own in dmemory] == [KeyValue] * 3
     params = layers.StackParams(args[1], None, None)
-    y, _ = layers.stack(args[0], params, *args[2:], **options)
+    y, _ = layers.stack(args[0], params, args[2], **options)
     assert np.array_equal(y, layers.blocks(*args, **options)[0])
 
 
@@ -162,9 +172,9 @@ def test_checkpointing_keeps_the_inputs_of_the_layers() -> None:
 
 
 def test_frozen_parameters_have_no_gradient() -> None:
-    (x, params, *rest), options = arguments()
+    (x, params, side), options = arguments()
     params = tree.freeze(params, "1.*", "2.ffn.*")
-    require_same((x, params, *rest), options)
+    require_same((x, params, side), options)
 
 
 def test_sums_are_the_same_whichever_share_is_first() -> None:
@@ -214,7 +224,7 @@ def test_what_else_the_program_does_changes_no_bit() -> None:
     rng = xf.backends.get("numpy").generator(1, "float64")
     options["configs"] = (wide,) * 3
     params = layers.StackParams.init(rng, options["configs"], cross=True).blocks
-    args = (args[0], params, *args[2:])
+    args = (args[0], params, args[2])
     free = gradients(layers.blocks, args, options)
     with a_busy_pool():
         busy = gradients(layers.blocks, args, options)
@@ -231,7 +241,7 @@ def test_the_shares_run_on_threads_of_their_own() -> None:
         def backward(self, dy: Any) -> Any:
             meet.wait()
             met.append("backward")
-            return dy, None, None, None, None, None
+            return dy, None, layers.SideInputs()
 
     def block_terms(x: Any, *args: Any, **options: Any) -> Any:
         meet.wait()
@@ -261,10 +271,13 @@ def wrong() -> dict[str, Callable[[Any, dict[str, Any]], Arguments]]:
     mask, memory = np.ones((3, 1, 1, 10), bool), RNG.normal(size=(3, 7, 16))
 
     def option(**more: Any) -> Callable[[Any, dict[str, Any]], Arguments]:
-        return lambda args, options: (args, options | more)
+        return lambda args, options: (args, within(options, **more))
 
-    def argument(i: int, value: Any) -> Callable[[Any, dict[str, Any]], Arguments]:
-        return lambda args, options: ((*args[:i], value, *args[i + 1 :]), options)
+    def x_of(x: Any) -> Callable[[Any, dict[str, Any]], Arguments]:
+        return lambda args, options: ((x, *args[1:]), options)
+
+    def side(**more: Any) -> Callable[[Any, dict[str, Any]], Arguments]:
+        return lambda args, options: (beside(args, **more), options)
 
     return {
         "mask of a share": option(mask=mask),
@@ -273,17 +286,17 @@ def wrong() -> dict[str, Callable[[Any, dict[str, Any]], Arguments]]:
         "mask of queries": option(mask=np.ones((9, 1, 4, 10), bool)),
         "mask of five axes": option(mask=np.ones((1, 9, 1, 1, 10), bool)),
         "memory_mask of a share": option(memory_mask=mask[..., :7]),
-        "bias of a share": argument(3, RNG.normal(size=(3, 1, 10, 10))),
-        "bias that is a list": argument(3, [1.0]),
+        "bias of a share": side(bias=RNG.normal(size=(3, 1, 10, 10))),
+        "bias that is a list": side(bias=[1.0]),
         "rotary of a share": option(rotary=turned(3)),
         "rotary of one": option(rotary=turned(1)),
         "rotary whose sin is one for all": option(rotary=turned(9)._replace(sin=turned(1).sin[0])),
-        "x of no axes": argument(0, np.array(1.0)),
-        "x that is a list": argument(0, list(RNG.normal(size=(9, 10, 16)))),
-        "memory of a share": argument(2, memory),
-        "memory that is a number": argument(2, np.array(1.0)),
-        "memory that is a list": argument(2, [1.0]),
-        "memory that is frozen": argument(2, tree.Frozen(memory)),
+        "x of no axes": x_of(np.array(1.0)),
+        "x that is a list": x_of(list(RNG.normal(size=(9, 10, 16)))),
+        "memory of a share": side(memory=memory),
+        "memory that is a number": side(memory=np.array(1.0)),
+        "memory that is a list": side(memory=[1.0]),
+        "memory that is frozen": side(memory=tree.Frozen(memory)),
         "keys of a share": lambda args, options: ready(args, options, key_value(3)),
         "two memories": lambda args, options: ready(args, options, [key_value()] * 2),
     }
@@ -313,7 +326,7 @@ def test_errors_of_the_backward() -> None:
     with pytest.raises(ValueError, match=r"^blocks: drouter_logits must be None"):
         cache.backward(y, (None, y, None))
     params = layers.StackParams(args[1], None, None)
-    _, whole = layers.stack(args[0], params, *args[2:], **options)
+    _, whole = layers.stack(args[0], params, args[2], **options)
     with pytest.raises(AttributeError, match=r"within reference_only\(\)"):
         _ = whole.blocks
 
@@ -329,7 +342,7 @@ def test_errors_of_the_backward() -> None:
 )
 def test_when_the_batch_is_left_whole(n: int, changes: dict[str, Any], why: str) -> None:
     args, options = arguments(n, **changes)
-    options["dropout_key"] = xf.RandomKey(1)
+    options = within(options, dropout_key=xf.RandomKey(1))
     assert why in dispatch.explain(layers.blocks, *args, **options)
     y, _ = layers.blocks(*args, **options)
     wanted, _ = layers.blocks.reference(*args, **options)
@@ -342,10 +355,11 @@ def test_it_says_why_else() -> None:
         kernel.unsupported(args[0][0], *args[1:], **options)
         == "x and memory are not batches of one size"
     )
-    short = (*args[:2], args[2][:8], *args[3:])
+    short = beside(args, memory=args[2].memory[:8])
     assert kernel.unsupported(*short, **options) == "x and memory are not batches of one size"
     kv_cache = (layers.KVCache(),) * 3
-    assert kernel.unsupported(*args, kv_cache=kv_cache, **options) == "there is a KV cache"
+    after = within(options, kv_cache=kv_cache)
+    assert kernel.unsupported(*args, **after) == "there is a KV cache"
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         assert kernel.unsupported(*args, **options) == "one thread"
     kept, _ = arguments(9, 5)

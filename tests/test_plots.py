@@ -399,7 +399,7 @@ def test_maps_are_what_the_definition_says(name: str) -> None:
     with xf.reference_only():  # which keeps the queries and keys by these names
         _, cache = replace(model, activation_checkpointing=False).forward(params, tokens)
     for layer, (probs, kept) in enumerate(zip(found, cache.hidden.stack.blocks, strict=True)):
-        attn = kept.both.first if own.get("parallel") else kept.attn.sublayer
+        attn = kept.attn.sublayer
         options: dict[str, Any] = {
             "causal": model.causal,
             "window": own.get("window"),

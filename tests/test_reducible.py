@@ -99,4 +99,4 @@ def test_ops_and_layers_say_what_to_do(name: str) -> None:
         match=r"^blocks: reversible blocks must be float32 or float64, since backward rebuilds "
         rf"their inputs, got {name}$",
     ):
-        layers.blocks(x, blocks, configs=gpt.network.blocks, causal=True)
+        layers.blocks(x, blocks, configs=gpt.network.blocks, context=layers.Context(causal=True))

@@ -20,7 +20,8 @@ from xformer.backends import Backend
 from xformer.cli import main
 from xformer.finetune import lora
 from xformer.generation import generate
-from xformer.layers.block import SITES, block_gradients, branches_of
+from xformer.layers.block import block_gradients, branches_of
+from xformer.layers.protocol import SITES
 from xformer.layers.residual import branched
 from xformer.layers.reversible import ReversibleCache
 from xformer.ledger import ledger
@@ -57,7 +58,8 @@ def with_caches(
     caches = []
     for i, block in enumerate(params):
         layer_key = None if key is None else key.at(SITES * i)
-        f, g = branches_of(block, config=config, causal=True, dropout_key=layer_key)
+        context = layers.Context(causal=True, dropout_key=layer_key)
+        f, g = branches_of(block, layers.SideInputs(), config, context)
         rate, m = 0.0 if key is None else config.dropout, config.residual_multiplier
         r, of_f = branched(x2, f, config=config.norm, multiplier=m, dropout_rate=rate)
         x1 = x1 + r
@@ -84,11 +86,13 @@ def test_gradients_are_those_of_ordinary_caches(depth: int, key: ops.RandomKey |
     """Dropout draws the same bits in both passes: others would be far off."""
     config = dataclasses.replace(reversible(DROPPED), residual_multiplier=0.7)
     x, params, dy = drawn(depth, config)
-    y, cache = layers.blocks(x, params, configs=(config,) * depth, causal=True, dropout_key=key)
+    y, cache = layers.blocks(
+        x, params, configs=(config,) * depth, context=layers.Context(causal=True, dropout_key=key)
+    )
     assert isinstance(cache, ReversibleCache)
-    dx, dparams, *others = cache.backward(dy)
+    dx, dparams, dside = cache.backward(dy)
     wanted = with_caches(x, params, dy, config, key)
-    assert np.array_equal(y, wanted[0]) and others == [None] * 4
+    assert np.array_equal(y, wanted[0]) and dside == layers.SideInputs()
     got = tree.flatten({"x": dx, "params": dparams})
     require_close(got, tree.flatten({"x": wanted[1], "params": wanted[2]}), rtol=1e-12)
 
@@ -98,7 +102,9 @@ def test_rounding_in_float32() -> None:
     config = reversible(DROPPED)
     for depth, limit in ((2, 3e-6), (12, 1e-5)):
         x, params, dy = drawn(depth, config, "float32")
-        _, cache = layers.blocks(x, params, configs=(config,) * depth, causal=True)
+        _, cache = layers.blocks(
+            x, params, configs=(config,) * depth, context=layers.Context(causal=True)
+        )
         dx, dparams, *_ = cache.backward(dy)
         _, *wanted = with_caches(x, params, dy, config, None)
         got = tree.flatten({"x": dx, "params": dparams})
@@ -115,7 +121,8 @@ def test_twelve_blocks_by_autograd(library: Backend) -> None:
     leaves = tree.flatten({"x": x, "params": params})
     for leaf in leaves.values():
         leaf.requires_grad_()
-    options: Any = {"configs": (config,) * 12, "causal": True, "dropout_key": KEY}
+    context = layers.Context(causal=True, dropout_key=KEY)
+    options: Any = {"configs": (config,) * 12, "context": context}
     y, _ = layers.blocks(x, params, **options)
     grads = torch.autograd.grad(y, list(leaves.values()), dy)
     wanted = {n: g.numpy() for n, g in zip(leaves, grads, strict=True)}
@@ -146,7 +153,7 @@ def test_the_forward_is_that_of_the_paper() -> None:
         ffn, inner = block.ffn, norm(y1, block.ffn_norm)
         y2 = x2 + np.maximum(inner @ ffn.up.w + ffn.up.b, 0) @ ffn.down.w + ffn.down.b
         x1, x2 = y1, y2
-    y, cache = layers.blocks(x, params, configs=(config,) * 3, causal=True)
+    y, cache = layers.blocks(x, params, configs=(config,) * 3, context=layers.Context(causal=True))
     np.testing.assert_allclose(y, (x1 + x2) / 2, rtol=1e-12, atol=1e-13)
     np.testing.assert_array_equal((cache.y1 + cache.y2) / 2, y)
 
@@ -376,7 +383,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^blocks: reversible excludes activation_checkpointing$"):
         layers.blocks(x, params, activation_checkpointing=True, **options)
     with pytest.raises(ValueError, match=r"no cross-attention, got a memory$"):
-        layers.blocks(x, params, x, **options)
+        layers.blocks(x, params, layers.SideInputs(x), **options)
     crossed = (config.init(NUMPY.generator(0, "float64"), cross=True),)
     with pytest.raises(ValueError, match=r"^block: memory and params.cross need each other"):
         layers.blocks(x, crossed, **options)

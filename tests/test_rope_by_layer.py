@@ -32,7 +32,9 @@ def test_each_layer_has_the_tables_of_its_configuration() -> None:
     x, _ = ops.embedding(params.embed.table, ids=TOKENS)
     for block, config, rotary in zip(params.stack.blocks, model.blocks, BY_LAYER, strict=True):
         tables = None if rotary is None else layers.rope_tables(rotary, like=x, length=9)
-        x, _ = layers.block(x, block, config=config, rotary=tables, causal=True)
+        x, _ = layers.block(
+            x, block, config=config, context=layers.Context(causal=True, rotary=tables)
+        )
     x, _ = layers.norm(x, params.stack.norm, config=model.blocks[0].norm)
     np.testing.assert_allclose(got, x, rtol=1e-11, atol=1e-11)
 
@@ -115,4 +117,6 @@ def test_bad_tables() -> None:
         ValueError,
         match=r"^blocks: rotary must have tables for all layers, or for each of 3, got 2",
     ):
-        layers.blocks(x, params.stack.blocks, configs=model.blocks, rotary=tables)
+        layers.blocks(
+            x, params.stack.blocks, configs=model.blocks, context=layers.Context(rotary=tables)
+        )

@@ -88,7 +88,7 @@ def test_a_fixed_multiplier(parallel: bool) -> None:
     config = replace(CONFIG, residual_scale=None, parallel=parallel)
     params = config.init(xf.backends.get().generator(0, "float64"))
     y, _ = layers.block(X6, params, config=replace(config, residual_multiplier=-0.3))
-    attn, _ = layers.attention(X6, params.attn, n_heads=2)
+    attn, _ = layers.attention(X6, params.attn, config=layers.AttentionConfig(X6.shape[-1], 2))
     between = X6 if parallel else X6 - 0.3 * attn
     ffn, _ = layers.feed_forward(between, params.ffn, activation="relu")
     np.testing.assert_allclose(y, X6 - 0.3 * attn - 0.3 * ffn, rtol=1e-12, atol=1e-14)

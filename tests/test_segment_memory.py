@@ -85,7 +85,9 @@ def test_a_short_memory_is_a_mask_of_the_whole_text(memory_len: int, sizes: list
     start = np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)  # of the segment of each position
     mask = np.arange(T) >= (start - memory_len)[:, None]
     (x, _), _ = layers.embed(params.embed, ids=tokens, config=model.embed)
-    x, _ = layers.stack(x, params.stack, configs=model.blocks, mask=mask, causal=True)
+    x, _ = layers.stack(
+        x, params.stack, configs=model.blocks, context=layers.Context(mask=mask, causal=True)
+    )
     wanted, _ = layers.linear(x, layers.LinearParams(params.embed.table.T, None))
     got, memory = in_segments(model, params, tokens, sizes)
     np.testing.assert_allclose(got, wanted, **EXACT)
@@ -125,7 +127,12 @@ def test_the_layer_projects_the_distances() -> None:
     params = attn.init(NUMPY.generator(0, "float64"), layers.NormConfig())
     assert params.xl.r.w.shape == (6, 3) and params.xl.r.b is None
     assert not params.xl.content_bias.any() and params.xl.position_bias.shape == (6,)
-    _, cache = layers.attention(np.ones((2, 5, 6)), params, n_heads=2, n_kv_heads=1, causal=True)
+    _, cache = layers.attention(
+        np.ones((2, 5, 6)),
+        params,
+        config=layers.AttentionConfig((np.ones((2, 5, 6))).shape[-1], 2, 1),
+        context=layers.Context(causal=True),
+    )
     np.testing.assert_allclose(cache.core.r[0], p @ params.xl.r.w, **EXACT)
 
 
@@ -330,15 +337,18 @@ def test_bad_gpts() -> None:
 def test_bad_attention_calls() -> None:
     attn = layers.AttentionConfig(6, 2, xl=True)
     params = attn.init(NUMPY.generator(0, "float64"), layers.NormConfig())
-    x, heads = np.ones((2, 4, 6)), {"n_heads": 2}
+    x, plain_attn = np.ones((2, 4, 6)), layers.AttentionConfig(6, 2, window=(1, 0), softcap=2.0)
 
-    def refused(message: str, *args: Any, params: Any = params, **options: Any) -> None:
+    def refused(
+        message: str, *side: Any, params: Any = params, config: Any = attn, **context: Any
+    ) -> None:
+        called = layers.Context(**{"causal": True} | context)
         with pytest.raises(ValueError, match=f"^attention: {re.escape(message)}$"):
-            layers.attention(x, params, *args, **{"causal": True} | options, **heads)
+            layers.attention(x, params, layers.SideInputs(*side), config=config, context=called)
 
     refused("params.xl needs causal self-attention, got causal = False", causal=False)
     refused("params.xl needs causal self-attention, got a memory", x)
-    refused("params.xl excludes window, softcap", window=(1, 0), softcap=2.0)
+    refused("params.xl excludes window, softcap", config=plain_attn)
     refused("params.xl excludes bias", None, np.ones((4, 4)))
     refused("params.xl excludes pos", None, None, np.ones((4, 3)))
     tables = layers.rope_tables(layers.RopeConfig(2), like=x, length=4)
@@ -354,7 +364,8 @@ def test_bad_attention_calls() -> None:
     with pytest.raises(
         TypeError, match=r"^attention: segment_memory must be float64, got float32$"
     ):
-        layers.attention(x, params, causal=True, segment_memory=x.astype("float32"), **heads)
+        context = layers.Context(causal=True, segment_memory=x.astype("float32"))
+        layers.attention(x, params, config=attn, context=context)
 
 
 def test_bad_segments() -> None:
@@ -381,8 +392,7 @@ def test_bad_segments() -> None:
             np.ones((2, 4, 12)),
             params.stack.blocks,
             configs=model.blocks,
-            segment_memory=fewer.inputs,
-            causal=True,
+            context=layers.Context(causal=True, segment_memory=fewer.inputs),
         )
     with pytest.raises(ValueError, match=r"^attention: segment_memory must be .* B = 1, D = 12"):
         model.segment_loss(params, tokens[:1], targets[:1], memory)

@@ -181,18 +181,18 @@ def heads_of(world: World, a: Any, axis: int) -> Any:
 def test_blocks(case: Case, sequence: bool) -> None:
     """Also gradients of x, memory, bias and positions."""
     fn: Any
-    fn, (x, params, memory, bias, pos, memory_pos) = case.build(NUMPY)
+    fn, (x, params, side) = case.build(NUMPY)
     options = dict(fn.keywords)
     name = "config" if "config" in options else "configs"
     configs = (options[name],) if name == "config" else options[name]
     relative = options.get("relative_bias")
-    y, cache = fn(x, params, memory, bias, pos, memory_pos)
+    y, cache = fn(x, params, side)
     dy = np.random.default_rng(0).standard_normal(y.shape)
     wanted = cache.backward(dy)
     cuts = parallel.CUTS
     if configs[0].attn.kv_heads == 1:
         cuts = parallel.ONE_KEY_HEAD | cuts
-    is_bias_per_head = bias is not None and bias.shape[-3] > 1
+    is_bias_per_head = side.bias is not None and side.bias.shape[-3] > 1
 
     def work(world: World) -> Any:
         def own(a: Any) -> Any:
@@ -204,17 +204,19 @@ def test_blocks(case: Case, sequence: bool) -> None:
         kw = options | {name: part[0] if name == "config" else part}
         if relative is not None:
             kw["relative_bias"] = dataclasses.replace(relative, n_heads=1)
-        if options.get("kv_cache") is not None:
-            kw["kv_cache"] = layers.KVCache(*(own_part(a, 1, world) for a in kw["kv_cache"][:2]))
+        if (past := options["context"].kv_cache) is not None:
+            own_past = layers.KVCache(*(own_part(a, 1, world) for a in past[:2]))
+            kw["context"] = options["context"]._replace(kv_cache=own_past)
         heads = tree.map_nodes(
             lambda _, kv: layers.KeyValue(*(own_part(a, 1, world) for a in kv)),
-            memory,
+            side.memory,
             layers.KeyValue,
         )
-        own_bias = None if bias is None else heads_of(world, bias, -3)
-        args = heads, own_bias, pos, memory_pos
-        y, cache = fn.func(own(x), parallel.shard(params, world, cuts), *args, **kw)
-        dx, dparams, dmemory, dbias, *rest = cache.backward(own(dy))
+        own_bias = None if side.bias is None else heads_of(world, side.bias, -3)
+        own_side = side._replace(memory=heads, bias=own_bias)
+        y, cache = fn.func(own(x), parallel.shard(params, world, cuts), own_side, **kw)
+        dx, dparams, dside = cache.backward(own(dy))
+        dbias = dside.bias
         if sequence:
             y, dx = (parallel.join(a, world=world, axis=-2)[0] for a in (y, dx))
             leaves = tree.flatten(dparams)  # of norms and scales: sums over the places
@@ -232,11 +234,11 @@ def test_blocks(case: Case, sequence: bool) -> None:
                 dbias = world.all_reduce(dbias)
         dmemory = tree.map_nodes(
             lambda _, kv: layers.KeyValue(*(parallel.join(a, world=world, axis=1)[0] for a in kv)),
-            dmemory,
+            dside.memory,
             layers.KeyValue,
         )
         dparams = parallel.whole(dparams, world, cuts)
-        return y, (dx, dparams, dmemory, dbias, *rest)
+        return y, (dx, dparams, dside._replace(memory=dmemory, bias=dbias))
 
     if case.name in REFUSED_BLOCKS:
         with pytest.raises(ValueError, match=f"parallel: {REFUSED_BLOCKS[case.name]}"):

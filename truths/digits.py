@@ -19,7 +19,15 @@ from needed import require_package
 
 from xformer import backends, ops, optim
 from xformer.initializers import xavier_uniform
-from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, StackParams, pool, stack
+from xformer.layers import (
+    AttentionConfig,
+    BlockConfig,
+    Context,
+    FeedForwardConfig,
+    StackParams,
+    pool,
+    stack,
+)
 from xformer.layers.linear import LinearParams, linear
 
 SIDE, PATCH, N_CLASSES = 8, 4, 10
@@ -105,7 +113,8 @@ def logits_of(
 ) -> tuple[np.ndarray, tuple[Any, ...]]:
     """patches: (B, 4, 16)   logits: (B, 10)."""
     x, patch_cache = linear(patches, params.patches)
-    x, stack_cache = stack(x + params.positions, params.stack, configs=CONFIGS, dropout_key=key)
+    x, context = x + params.positions, Context(dropout_key=key)
+    x, stack_cache = stack(x, params.stack, configs=CONFIGS, context=context)
     x, pool_cache = pool(x)
     logits, head_cache = linear(x, params.head)
     return logits, (patch_cache, stack_cache, pool_cache, head_cache)

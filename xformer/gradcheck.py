@@ -264,7 +264,7 @@ def _gradients(
     grads = cache.backward(*douts)
     if len(inputs) == 1 and not _is_plain_tuple(grads):
         grads = (grads,)
-    extra = [g for g in grads[len(inputs) :] if g is not None]
+    extra = tree.flatten(tuple(grads[len(inputs) :]))  # a None or a side without arrays is none
     if len(grads) < len(inputs) or extra:
         raise ValueError(f"{name}: backward must return {len(inputs)} gradients, got {len(grads)}")
     by_name = tree.flatten(dict(zip(inputs, grads, strict=False)))

@@ -24,6 +24,7 @@ from xformer.backends.numpy.leaves import share_no_memory
 from xformer.backends.numpy.threads import n_threads
 from xformer.dispatch import Overridable, chosen_kernels, contexts
 from xformer.keys import Same, exact
+from xformer.layers.protocol import Context
 from xformer.ops.random_bits import RandomKey, require_key
 from xformer.ready import Ready, report
 
@@ -79,7 +80,7 @@ class Eager:
         """Return why no program can run this call, or why NumPy's kernels are faster; else None."""
         if self.matmuls and chosen_kernels() == "mkl":
             return "MKL computes matmuls"
-        if options.get("kv_cache") is not None:
+        if getattr(options.get("context"), "kv_cache", None) is not None:
             return "with a KV cache each call has new shapes"
         call = self._call(args, options)
         wider = [x for x in call.inputs if x.dtype.kind == "f" and x.dtype != np.float32]
@@ -100,6 +101,9 @@ class Eager:
 
     def _as_input(self, name: str, x: Any) -> Any:
         """Return an option, with numbers that differ between calls as arrays."""
+        if isinstance(x, Context):
+            key = self._as_input("dropout_key", x.dropout_key)
+            return x if key is None else x._replace(dropout_key=key)
         if isinstance(x, RandomKey):
             require_key(self.op.__name__, x, name)
             return x._replace(step=np.asarray(x.step, np.int64))

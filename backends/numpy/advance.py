@@ -13,14 +13,15 @@ from xformer.backends.numpy.products import product, worth_threads
 from xformer.backends.numpy.threads import run, single_blas_thread
 from xformer.dispatch import kernel
 from xformer.layers.advance import advance as reference
-from xformer.layers.attention import AttentionParams, KeyValue
+from xformer.layers.attention import AttentionParams
 from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import order_of
 from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormParams
-from xformer.layers.rope_by_layer import LayerTables, of_layers
+from xformer.layers.protocol import Context, SideInputs
+from xformer.layers.rope_by_layer import of_layers
 from xformer.layers.stack import StackParams
 from xformer.ops.activation import ACTIVATIONS
 from xformer.ops.gelu import CUBIC, SCALE
@@ -31,22 +32,19 @@ from xformer.typing import Array
 def unsupported(
     x: Array,
     params: StackParams,
-    memory: Sequence[KeyValue] | None = None,
-    bias: Array | None = None,
-    pos: Array | None = None,
+    side: SideInputs = SideInputs(),
     *,
     configs: Sequence[BlockConfig],
-    kv_cache: Sequence[KVCache],
+    context: Context,
     n_cached: int,
     relative_bias: layers.RelativeConfig | None = None,
-    rotary: LayerTables = None,
-    mask: Array | None = None,
-    memory_mask: Array | None = None,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
+    kv_cache = context.kv_cache
     if x.shape[1] != 1 or kv_cache[0].k is None or kv_cache[0].write_index is not None:
         return "not one token that follows a growing KV cache"
-    if not (memory is bias is pos is relative_bias is mask is memory_mask is None):
+    others = (*side, relative_bias, context.mask, context.memory_mask)
+    if any(other is not None for other in others):
         return "a memory, a bias, positions in each layer or padding"
     return unsupported_model(params, configs)
 
@@ -85,29 +83,24 @@ def unsupported_blocks(blocks: Sequence[BlockParams], configs: Sequence[BlockCon
 def advance(
     x: Array,
     params: StackParams,
-    memory: Sequence[KeyValue] | None = None,
-    bias: Array | None = None,
-    pos: Array | None = None,
+    side: SideInputs = SideInputs(),
     *,
     configs: Sequence[BlockConfig],
-    kv_cache: Sequence[KVCache],
+    context: Context,
     n_cached: int,
     relative_bias: layers.RelativeConfig | None = None,
-    rotary: LayerTables = None,
-    mask: Array | None = None,
-    memory_mask: Array | None = None,
 ) -> tuple[Array, tuple[KVCache, ...]]:
     """Return the hidden state (B, 1, D) of one token after all layers, and the longer KV caches.
 
     x: (B, 1, D)
     """
     kv_caches, y, order = [], x[:, 0], order_of(params.blocks, configs)
-    tables = of_layers("advance", rotary, len(configs))
+    tables = of_layers("advance", context.rotary, len(configs))
     # exp overflows in silu if the sigmoid is 0.
     with single_blas_thread(), np.errstate(over="ignore"):
         for i, config in enumerate(configs):
             block = params.blocks[order[i]]
-            y, longer = _block(y, block, config, tables[i], kv_cache[i])
+            y, longer = _block(y, block, config, tables[i], context.kv_cache[i])
             kv_caches.append(longer)
         y = _norm(y, params.norm, configs[-1])
     return y[:, None], tuple(kv_caches)

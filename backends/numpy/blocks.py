@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from xformer import layers, ops, tree
+from xformer import layers, tree
 from xformer.backends.numpy.threads import n_threads
 from xformer.backends.numpy.threads import run as on_threads
 from xformer.checks import require_shape
 from xformer.dispatch import is_inference, kernel
-from xformer.layers.attention import KeyValue
 from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import BlocksCache, add, report_block
 from xformer.layers.blocks import blocks as reference
-from xformer.layers.kv_cache import KVCache
+from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.rope_by_layer import LayerTables
 from xformer.ready import Ready
 from xformer.showing import short
@@ -40,29 +39,21 @@ UNEVEN = 9 / 8  # most sequences of the largest share, over the mean of all shar
 def unsupported(
     x: Array,
     params: tuple[BlockParams, ...],
-    memory: Array | KeyValue | Sequence[KeyValue] | None = None,
-    bias: Array | None = None,
-    pos: Array | None = None,
-    memory_pos: Array | None = None,
+    side: SideInputs = SideInputs(),
     *,
     configs: Sequence[BlockConfig],
-    rotary: LayerTables = None,
-    kv_cache: Sequence[KVCache] | None = None,
-    segment_memory: Sequence[Array] | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    memory_mask: Array | None = None,
-    dropout_key: ops.RandomKey | None = None,
+    context: Context = Context(),
     activation_checkpointing: bool = False,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
+    mask, _, memory_mask, rotary, kv_cache, segment_memory, dropout_key = context
     if kv_cache is not None:
         return "there is a KV cache"
-    is_batch, memories = _is_array(x) and x.ndim == 3, tree.flatten((memory,)).values()
+    is_batch, memories = _is_array(x) and x.ndim == 3, tree.flatten((side.memory,)).values()
     if not is_batch or not all(_is_array(a) and a.shape[:1] == x.shape[:1] for a in memories):
         return "x and memory are not batches of one size"
     n = len(x)
-    fits = [_fits(a, 4, 1, n) for a in (bias, mask, memory_mask) if a is not None]
+    fits = [_fits(a, 4, 1, n) for a in (side.bias, mask, memory_mask) if a is not None]
     fits += [_fits(a, 3, n) for tables in _distinct(rotary) for a in (tables.cos, tables.sin)]
     if not all(fits):
         return f"bias, masks or rotary tables are neither for all {n} sequences nor for each"
@@ -100,51 +91,39 @@ def unsupported_batch(n: int, length: int) -> str | None:
 def blocks(
     x: Array,
     params: tuple[BlockParams, ...],
-    memory: Array | KeyValue | Sequence[KeyValue] | None = None,
-    bias: Array | None = None,
-    pos: Array | None = None,
-    memory_pos: Array | None = None,
+    side: SideInputs = SideInputs(),
     *,
     configs: Sequence[BlockConfig],
-    rotary: LayerTables = None,
-    kv_cache: Sequence[KVCache] | None = None,
-    segment_memory: Sequence[Array] | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    memory_mask: Array | None = None,
-    dropout_key: ops.RandomKey | None = None,
+    context: Context = Context(),
     activation_checkpointing: bool = False,
 ) -> tuple[Array, SharesCache | BlocksCache | ReversibleCache]:
     """Compute the reference for shares of the batch, on several threads. Return y and the cache.
 
     A share is a slice of x, of memory, and of each array that has an entry for each sequence.
     """
-    config_options: Any = {
-        "configs": configs,
-        "causal": causal,
-        "activation_checkpointing": activation_checkpointing,
-    }
+    options: Any = {"configs": configs, "activation_checkpointing": activation_checkpointing}
     n, y = len(x), np.empty(x.shape, x.dtype)
     shares = _shares(n)
     caches: list[Any] = [None] * len(shares)
 
     def forward(i: int) -> None:
         share = partial(_share, shares[i], n)
-        options: Any = {"mask": share(mask, 4), "memory_mask": share(memory_mask, 4)}
-        options["rotary"] = _rotary_share(share, rotary)
-        memory_share = tree.map(lambda a: a[shares[i]], memory)
-        args: Any = x[shares[i]], params, memory_share, share(bias, 4), pos, memory_pos
+        own = context._replace(
+            mask=share(context.mask, 4),
+            memory_mask=share(context.memory_mask, 4),
+            rotary=_rotary_share(share, context.rotary),
+        )
+        memory = tree.map(lambda a: a[shares[i]], side.memory)
+        inputs = side._replace(memory=memory, bias=share(side.bias, 4))
         run: Any = reference.reference
-        y[shares[i]], caches[i] = run(*args, **config_options, **options)
+        y[shares[i]], caches[i] = run(x[shares[i]], params, inputs, context=own, **options)
 
     # An error would name the shapes of a share. The reference then raises it for the whole batch.
     with suppress(TypeError, ValueError):
         on_threads([partial(forward, i) for i in range(len(shares))])
-        return y, SharesCache(tuple(shares), tuple(caches), y.shape, _is_per_sequence(bias, 4, n))
-    options: Any = {"rotary": rotary, "mask": mask, "memory_mask": memory_mask}
-    return reference.reference(
-        x, params, memory, bias, pos, memory_pos, **config_options, **options
-    )
+        per_sequence = _is_per_sequence(side.bias, 4, n)
+        return y, SharesCache(tuple(shares), tuple(caches), y.shape, per_sequence)
+    return reference.reference(x, params, side, context=context, **options)
 
 
 @short
@@ -171,8 +150,8 @@ class SharesCache(NamedTuple):
         drouter_logits: Sequence[None] | None = None,
         *,
         ready: Ready | None = None,
-    ) -> tuple[Any, ...]:
-        """Return the gradients of x, params, memory, bias, pos, memory_pos.
+    ) -> tuple[Array, tuple[BlockParams, ...], SideInputs]:
+        """Return the gradients of x, params and side.
 
         drouter_logits: None, or None for each layer: there are no routers.
         ready: of `BlocksCache.backward`, but called at the end, for all blocks: each thread runs
@@ -188,7 +167,7 @@ class SharesCache(NamedTuple):
         positions = [n * order[i + 1 :].count(which) for i, which in enumerate(order)]
         totals = [_Total() for _ in range(max(order) + 1)]
         dx = np.empty(self.shape, dy.dtype)
-        other_grads: list[Any] = [None] * len(self.shares)
+        dsides: list[Any] = [None] * len(self.shares)
 
         def backward(i: int) -> None:
             cache = self.caches[i]
@@ -197,20 +176,19 @@ class SharesCache(NamedTuple):
                 for layer, which, position in zip(cache.blocks, order, positions, strict=True)
             )
             cache = cache._replace(blocks=layers_of_share)
-            dx[self.shares[i]], _, *other_grads[i] = cache.backward(dy[self.shares[i]])
+            dx[self.shares[i]], _, dsides[i] = cache.backward(dy[self.shares[i]])
 
         on_threads([partial(backward, i) for i in range(len(self.shares))])
-        dmemory, dbias, *dpositions = zip(*other_grads, strict=True)
+        dmemory, dbias, *dpositions = zip(*dsides, strict=True)
         dparams = tuple(total.value for total in totals)
         for i in reversed(range(len(order))):
             report_block(ready, order, i, dparams)
-        return (
-            dx,
-            dparams,
+        dside = SideInputs(
             tree.map(_concatenated, *dmemory),
             tree.map(_concatenated if self.bias_per_sequence else _sum, *dbias),
             *(tree.map(_sum, *dpos) for dpos in dpositions),
         )
+        return dx, dparams, dside
 
 
 def without_layers() -> NoReturn:
@@ -256,9 +234,9 @@ class _Layer(NamedTuple):
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
         """Return the gradients of `BlockCache.backward`, with None for dparams."""
-        dx, dparams, *other_grads = self.cache.backward(dy)
+        dx, dparams, dside = self.cache.backward(dy)
         self.total.add(self.position, dparams)
-        return dx, None, *other_grads
+        return dx, None, dside
 
 
 def _shares(n: int) -> list[slice]:

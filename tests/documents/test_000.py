@@ -30,9 +30,14 @@ def test_forward_by_ops(name: str) -> None:
 def test_forward_by_layers() -> None:
     s = block_000()
     config, params = block(s, output="none")
-    merged, _ = layers.attention(s.x, params.attn, n_heads=H, causal=True)
+    merged, _ = layers.attention(
+        s.x,
+        params.attn,
+        config=layers.AttentionConfig(s.x.shape[-1], H),
+        context=layers.Context(causal=True),
+    )
     PRINTED.check("merged", merged)
-    out, _ = layers.block(s.x, params, config=config, causal=True)
+    out, _ = layers.block(s.x, params, config=config, context=layers.Context(causal=True))
     PRINTED.check("out", out)
 
 

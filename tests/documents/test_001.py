@@ -49,7 +49,7 @@ def arrays() -> dict[str, np.ndarray]:
     params = layers.AttentionParams(
         joined("q"), layers.KeyValueParams(joined("k"), joined("v")), None
     )
-    out["merged"], _ = layers.attention(x, params, n_heads=2)
+    out["merged"], _ = layers.attention(x, params, config=layers.AttentionConfig(x.shape[-1], 2))
 
     # exp(x - 1000) of a row whose largest element is 1000, and of one far below it.
     far, near = np.array([980.0, 990.0, 1000.0]), np.array([1.0, 2.0, 3.0])

@@ -46,9 +46,14 @@ def test_forward_by_layers() -> None:
     s = block_002()
     config, params = block(s, output="bias")
     x_norm, _ = ops.layer_norm(s.x, s.attn_gamma, s.attn_beta)
-    merged, _ = layers.attention(x_norm, params.attn, n_heads=H, causal=True)
+    merged, _ = layers.attention(
+        x_norm,
+        params.attn,
+        config=layers.AttentionConfig(x_norm.shape[-1], H),
+        context=layers.Context(causal=True),
+    )
     PRINTED.check("merged", merged)
-    out, _ = layers.block(x_norm, params, config=config, causal=True)
+    out, _ = layers.block(x_norm, params, config=config, context=layers.Context(causal=True))
     PRINTED.check("out", out)
 
 
@@ -76,7 +81,12 @@ def test_backward_through_attention_by_ops() -> None:
 def test_backward_through_attention_by_the_layer() -> None:
     s = block_002()
     _, params = block(s, output="bias")
-    _, cache = layers.attention(s.x_norm, params.attn, n_heads=H, causal=True)
+    _, cache = layers.attention(
+        s.x_norm,
+        params.attn,
+        config=layers.AttentionConfig(s.x_norm.shape[-1], H),
+        context=layers.Context(causal=True),
+    )
 
     def backward(dmerged: np.ndarray) -> tuple[np.ndarray, ...]:
         return (cache.backward(dmerged)[0],)

@@ -49,6 +49,10 @@ def params(n_heads: int, w_o: np.ndarray | None) -> layers.AttentionParams:
     return layers.AttentionParams(q, layers.KeyValueParams(k, v), o)
 
 
+def heads(n_heads: int) -> layers.AttentionConfig:
+    return layers.AttentionConfig(D, n_heads, d_head=M)
+
+
 @functools.cache
 @reference_only()
 def arrays() -> dict[str, np.ndarray]:
@@ -58,24 +62,44 @@ def arrays() -> dict[str, np.ndarray]:
     one, many, merged = params(1, None), params(H, s.w_o), params(H, None)
     batch = np.stack([s.x] * N)
 
-    z, cache = layers.attention(s.x, one, n_heads=1)
+    z, cache = layers.attention(s.x, one, config=heads(1))
     out["keys"], out["queries"] = cache.core.k[0, 0], cache.core.q[0, 0]
     out["values"] = out["values_masked"] = cache.core.v[0, 0]
     out["probs"] = cache.core.probs[0, 0]
     out["z_naive"] = out["z_one_product"] = out["z"] = z
-    out["z_batch"] = layers.attention(batch, one, n_heads=1)[0]
-    out["z_masked"] = layers.attention(batch, one, n_heads=1, mask=s.allowed)[0]
+    out["z_batch"] = layers.attention(batch, one, config=heads(1))[0]
+    out["z_masked"] = layers.attention(
+        batch,
+        one,
+        config=heads(1),
+        context=layers.Context(mask=s.allowed),
+    )[0]
 
-    out["heads"] = layers.attention(batch, merged, n_heads=H)[0]
-    out["heads_masked"] = layers.attention(batch, merged, n_heads=H, mask=s.allowed)[0]
-    out["z_heads"] = out["z_heads_naive"] = layers.attention(batch, many, n_heads=H)[0]
-    out["z_heads_masked"] = layers.attention(batch, many, n_heads=H, mask=s.allowed)[0]
+    out["heads"] = layers.attention(batch, merged, config=heads(H))[0]
+    out["heads_masked"] = layers.attention(
+        batch,
+        merged,
+        config=heads(H),
+        context=layers.Context(mask=s.allowed),
+    )[0]
+    out["z_heads"] = out["z_heads_naive"] = layers.attention(batch, many, config=heads(H))[0]
+    out["z_heads_masked"] = layers.attention(
+        batch,
+        many,
+        config=heads(H),
+        context=layers.Context(mask=s.allowed),
+    )[0]
 
-    out["z_cross_naive"], _ = layers.attention(s.x_dec, one, s.memory, n_heads=1)
+    out["z_cross_naive"], _ = layers.attention(
+        s.x_dec,
+        one,
+        layers.SideInputs(s.memory),
+        config=heads(1),
+    )
     x, memory = np.stack([s.x_dec] * 2), np.stack([s.memory] * 2)
-    out["z_cross"] = layers.attention(x, one, memory, n_heads=1)[0]
-    out["heads_cross"] = layers.attention(x, merged, memory, n_heads=H)[0]
-    heads_cross = layers.attention(x, many, memory, n_heads=H)[0]
+    out["z_cross"] = layers.attention(x, one, layers.SideInputs(memory), config=heads(1))[0]
+    out["heads_cross"] = layers.attention(x, merged, layers.SideInputs(memory), config=heads(H))[0]
+    heads_cross = layers.attention(x, many, layers.SideInputs(memory), config=heads(H))[0]
     out["z_heads_cross"] = out["z_heads_cross_naive"] = heads_cross
     return out
 
@@ -112,8 +136,8 @@ class Layer(NamedTuple):
 
 
 def attention(n_heads: int, **options: Any) -> Callable[..., Any]:
-    def run(x: Any, params: Any, memory: Any = None) -> Any:
-        return layers.attention(x, params, memory, n_heads=n_heads, **options)
+    def run(x: Any, params: Any, side: Any = layers.SideInputs()) -> Any:
+        return layers.attention(x, params, side, config=heads(n_heads), **options)
 
     return run
 
@@ -129,7 +153,11 @@ class AroundAttention(NamedTuple):
 
 
 def residual(x: np.ndarray, params: Any) -> tuple[np.ndarray, AroundAttention]:
-    y, cache = layers.residual(x, None, lambda x: layers.attention(x, params, n_heads=H))
+    y, cache = layers.residual(
+        x,
+        None,
+        lambda x: layers.attention(x, params, config=heads(H)),
+    )
     return y, AroundAttention(cache)
 
 
@@ -141,10 +169,11 @@ def self_args(n: int, n_heads: int) -> Callable[[], tuple[Any, ...]]:
 def cross_args(n_heads: int) -> Callable[[], tuple[Any, ...]]:
     s = draws()
     w_o = s.w_o if n_heads > 1 else None
-    return lambda: (np.stack([s.x_dec] * 2), params(n_heads, w_o), np.stack([s.memory] * 2))
+    side = layers.SideInputs(np.stack([s.memory] * 2))
+    return lambda: (np.stack([s.x_dec] * 2), params(n_heads, w_o), side)
 
 
-MASK = {"mask": draws().allowed}
+MASK = {"context": layers.Context(draws().allowed)}
 LAYERS = {
     "self-attention": Layer(attention(1), self_args(1, 1), 3.938783e-09),
     "batched": Layer(attention(1), self_args(N, 1), 4.305619e-09),

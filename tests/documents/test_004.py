@@ -33,7 +33,7 @@ def start(seed: int) -> tuple[layers.BlockParams, np.ndarray, np.ndarray]:
 def loss_and_gradients(
     params: layers.BlockParams, x: np.ndarray, target: np.ndarray
 ) -> tuple[float, layers.BlockParams]:
-    y, block_cache = layers.block(x, params, config=CONFIG, causal=True)
+    y, block_cache = layers.block(x, params, config=CONFIG, context=layers.Context(causal=True))
     loss, loss_cache = ops.mse(y, target)
     dy, _ = loss_cache.backward(np.ones(()))
     return float(loss), block_cache.backward(dy)[1]
@@ -81,7 +81,7 @@ def test_the_documents_training_loop_does_not_train() -> None:
     state = optim.sgd_init(params)
     before, _ = loss_and_gradients(params, x, target)
     for _ in range(100):
-        y, cache = layers.block(x, params, config=CONFIG, causal=True)
+        y, cache = layers.block(x, params, config=CONFIG, context=layers.Context(causal=True))
         _, grads, *_ = cache.backward(rng.uniform(-0.1, 0.1, y.shape))
         params, state = optim.sgd(params, grads, state, lr=0.001)
     after, _ = loss_and_gradients(params, x, target)

@@ -168,7 +168,12 @@ class SublayerCache(NamedTuple):
 def sublayer(x: np.ndarray, norm: Any, attn: Any) -> tuple[np.ndarray, SublayerCache]:
     """y = x_norm + attention(x_norm), as 002 computes it."""
     x_norm, norm_cache = ops.layer_norm(x, *norm)
-    y, attn_cache = layers.attention(x_norm, attn, n_heads=2, causal=True)
+    y, attn_cache = layers.attention(
+        x_norm,
+        attn,
+        config=layers.AttentionConfig(x_norm.shape[-1], 2),
+        context=layers.Context(causal=True),
+    )
     return x_norm + y, SublayerCache(x, norm_cache, attn_cache)
 
 
@@ -227,7 +232,12 @@ def first_norm_left_out(c: SublayerCache, y: np.ndarray, dy: np.ndarray) -> Any:
 
 
 def causal_attention(x: np.ndarray, params: Any) -> Any:
-    return layers.attention(x, params, n_heads=2, causal=True)
+    return layers.attention(
+        x,
+        params,
+        config=layers.AttentionConfig(x.shape[-1], 2),
+        context=layers.Context(causal=True),
+    )
 
 
 ATTENTION_ARGS = (normal(2, 5, 8), attention_params(8, 8))
@@ -575,7 +585,12 @@ def test_003_a_finite_stand_in_attends_where_nothing_is_allowed() -> None:
     values = s.x @ s.w_v
     hidden = attend_003(-1e20, allowed=nothing)
     assert np.allclose(hidden, np.mean(values, axis=0), rtol=1e-14)
-    z, _ = layers.attention(s.x[None], test_003.params(1, None), n_heads=1, mask=nothing)
+    z, _ = layers.attention(
+        s.x[None],
+        test_003.params(1, None),
+        config=test_003.heads(1),
+        context=layers.Context(mask=nothing),
+    )
     assert np.array_equal(z, np.zeros_like(z))
 
 
@@ -609,7 +624,7 @@ def test_003_equal_examples_hide_a_mix_up() -> None:
     """A backward that gives each example the gradient of its neighbour passes 003's own check."""
 
     def attend(x: np.ndarray, params: Any) -> Any:
-        return layers.attention(x, params, n_heads=test_003.H)
+        return layers.attention(x, params, config=test_003.heads(test_003.H))
 
     def neighbour(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
         dx, dparams, *_ = c.backward(dy)

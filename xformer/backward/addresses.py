@@ -277,11 +277,8 @@ _LABELS: dict[str, Callable[[Any], Labels]] = {
     "stack.StackCache": _always(layers=""),
     "blocks.BlocksCache": lambda node: {"blocks": [f"blocks.{i}" for i in range(len(node.blocks))]},
     "block.BlockCache": _always(chain=""),
-    "block.ParallelBlockCache": _always(both=""),
     "residual.ResidualsCache": _branches,
-    "residual.ParallelCache": _always(
-        norm="attn_norm", second_norm="ffn_norm", first_branch="attn", second_branch="ffn"
-    ),
+    "residual.ParallelCache": _branches,
     "residual.BranchCache": _always(
         sum=_after("_norm"),
         sublayer="",

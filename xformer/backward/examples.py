@@ -24,6 +24,7 @@ from xformer.backward.addresses import (
 from xformer.backward.summands import Summands, value_of
 from xformer.checks import in_range, number, require_shape
 from xformer.dispatch import NoCache
+from xformer.layers.protocol import SideInputs
 from xformer.namespace import array_namespace
 from xformer.shapes import require_like
 from xformer.showing import short
@@ -106,7 +107,12 @@ def _gradients(summands: Any) -> Iterator[Summands]:
         for name, grad in tree.flatten({"": part}).items():
             if isinstance(grad, Summands):
                 yield grad
-            elif name and is_array_api_obj(grad) and array_namespace(grad).any(grad != 0):
+            elif (
+                name
+                and not isinstance(part, SideInputs)  # of inputs too
+                and is_array_api_obj(grad)
+                and array_namespace(grad).any(grad != 0)
+            ):
                 raise ValueError(f"per_example: the gradient of {name} is not known by example")
 
 

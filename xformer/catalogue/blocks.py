@@ -18,6 +18,7 @@ from xformer.catalogue.case import (
     Draw,
     Function,
     Options,
+    called,
     drawn,
     mask,
     random,
@@ -135,8 +136,9 @@ class _Flat(NamedTuple):
     cache: Any
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
-        dx, *drest, (dfirst,), (dsecond,) = self.cache.backward(dy)
-        return dx, *drest, dfirst, dsecond
+        dx, (first, second) = self.cache.backward(dy)
+        (dnorm, _, dscale, dparams), (dsecond_norm, _, dsecond_scale, dsecond) = first, second
+        return dx, dnorm, dsecond_norm, dscale, dsecond_scale, dparams, dsecond
 
 
 def _side_by_side(
@@ -151,8 +153,13 @@ def _side_by_side(
 ) -> tuple[Array, Any]:
     """`layers.parallel` of two feed-forward networks."""
     f, g = (partial(layers.feed_forward, params=params) for params in (first, second))
-    y, cache = layers.parallel(x, norm, f, g, second_norm, f_scale, g_scale, **options)
-    return y, _Flat(cache)
+    keys = (KEY, KEY.at(1)) if "dropout_rate" in options else (None, None)
+    branches = (
+        layers.Branch(f, norm, None, f_scale, keys[0]),
+        layers.Branch(g, second_norm, None, g_scale, keys[1]),
+    )
+    (y, r), cache = layers.parallel(x, branches, **options)
+    return y + r, _Flat(cache)
 
 
 def _parallel() -> Iterator[Case]:
@@ -168,7 +175,7 @@ def _parallel() -> Iterator[Case]:
 
     yield case("two norms")
     yield case("one norm, rms", n_norms=1, config=RMS)
-    dropout: Options = {"dropout_rate": 0.3, "dropout_keys": (KEY, KEY.at(1))}
+    dropout: Options = {"dropout_rate": 0.3}
     yield case("dropout", **dropout)
     yield case("no norm", n_norms=0)
     yield case("scales, dropout", scales=True, **dropout)
@@ -253,15 +260,15 @@ def _blocks(
             k, v = ((5, n, 7, width) for width in widths)
             pairs = tuple(layers.KeyValue(rng.normal(k), rng.normal(v)) for _ in cfgs)
             memory = pairs if cross == "each" else pairs[0]
-        args = (
-            rng.normal((*batch, 4, 6)),
-            random(rng, params),
+        x, params = rng.normal((*batch, 4, 6)), random(rng, params)
+        side = layers.SideInputs(
             memory,
             None if bias is None else rng.normal(bias),
             rng.normal((4, 3)) if pos else None,
             rng.normal((7, 3)) if pos and cross and not ready else None,
         )
-        keywords = drawn(rng, backend, options)
+        args = x, params, side
+        keywords = called(drawn(rng, backend, options))
         if is_stack:
             return partial(
                 layers.stack, configs=cfgs, relative_bias=relative_bias, **keywords

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any
 
-from xformer import backends, tree
+from xformer import backends, layers, tree
 from xformer.backends import Backend, Generator
 from xformer.dispatch import reference_only
 from xformer.gradcheck import SMALLEST, Report, Row, gradcheck
@@ -137,6 +137,13 @@ def _move(arrays: Any, mover: Callable[[Any], Any]) -> Any:
 def drawn(rng: Generator, backend: Backend, options: Options) -> Options:
     """`options` with each function replaced by the array that it draws."""
     return {k: v(rng, backend) if callable(v) else v for k, v in options.items()}
+
+
+def called(keywords: Options) -> Options:
+    """`keywords` of a layer, with the fields of its context as one `layers.Context`."""
+    context = {name: keywords[name] for name in layers.Context._fields if name in keywords}
+    rest = {name: value for name, value in keywords.items() if name not in context}
+    return {"context": layers.Context(**context), **rest}
 
 
 def mask(shape: tuple[int, ...], dead: tuple[Any, ...] | None = None) -> Draw:

@@ -21,6 +21,7 @@ from xformer.catalogue.case import (
     Function,
     Make,
     Options,
+    called,
     drawn,
     mask,
     random,
@@ -120,8 +121,12 @@ def _attention() -> Iterator[Case]:
         pos: str = "",  # "q", "qk"
         bias: tuple[int, ...] | None = None,
         batch: tuple[int, ...] = (5,),  # (): one sequence
+        config: Options | None = None,  # other options of the layer
+        norm: layers.NormConfig | None = None,
         **options: Any,
     ) -> Case:
+        cfg = layers.AttentionConfig(6, 2, groups, k, m, **config or {})
+
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
             width = 13 if memory == "array" else 6  # D_m may differ from D
             q_norm, k_norm = (
@@ -156,16 +161,15 @@ def _attention() -> Iterator[Case]:
             elif memory == "ready":
                 k_heads, v_heads = ((*(batch or (1,)), groups, 7, n) for n in (k, m))
                 source = layers.KeyValue(rng.normal(k_heads), rng.normal(v_heads))
-            args = (
-                rng.normal((*batch, 4, 6)),
-                params,
+            x = rng.normal((*batch, 4, 6))
+            side = layers.SideInputs(
                 source,
                 None if bias is None else rng.normal(bias),
                 rng.normal((4, k)) if "q" in pos else None,
                 rng.normal((7, k)) if "k" in pos else None,
             )
-            heads: Options = {"n_heads": 2, "n_kv_heads": groups}
-            return partial(layers.attention, **heads, **drawn(rng, backend, options)), args
+            keywords = called(drawn(rng, backend, options))
+            return partial(layers.attention, config=cfg, norm=norm, **keywords), (x, params, side)
 
         return _layer(f"attention: {note}", make)
 
@@ -188,23 +192,27 @@ def _attention() -> Iterator[Case]:
     yield case("bias alone after the heads", o="bias", m=2)
     yield case("no biases", b=False)
     yield case("self, norm of each head", norms=(3, 3))
-    yield case("self, norm of all heads", norms=(6, 6), qk_norm=layers.NormConfig("rms", 0.1, 1.0))
+    yield case("self, norm of all heads", norms=(6, 6), norm=layers.NormConfig("rms", 0.1, 1.0))
     yield case("self, rotary", k=4, rotary=turning(4))
-    modern: Options = {"norms": (4, 4), "rotary": turning(4), "window": (1, 0), "causal": True}
-    yield case("self, all that is modern", k=4, groups=1, sinks=True, softcap=2.0, **modern)
+    modern: Options = {"norms": (4, 4), "rotary": turning(4), "causal": True}
+    modern["config"] = {"window": (1, 0), "softcap": 2.0}
+    yield case("self, all that is modern", k=4, m=3, groups=1, sinks=True, **modern)
     yield case("self, Shaw", shaw="kv", m=2, causal=True)
     yield case("memory, Shaw, keys alone", shaw="k", memory="array")
     yield case("self, XL", xl=True, m=2, causal=True)
     memory: Options = {"segment_memory": lambda rng, _: rng.normal((5, 3, 6)), "causal": True}
     yield case("self, XL, segment memory", xl=True, groups=1, m=2, **memory)
-    normed: Options = {"norms": (3, 3), "dropout_rate": 0.3, "dropout_key": KEY}
+    dropped: Options = {"config": {"dropout": 0.3}, "dropout_key": KEY}
+    normed: Options = {"norms": (3, 3), **dropped}
     cut = mask((5, 1, 4, 7), DEAD_QUERY)
     yield case("self, XL, segment memory, all options", xl=True, mask=cut, **memory, **normed)
     yield case("self, gate", gate=True, m=2, causal=True)
     yield case("memory, gate, no biases", gate=True, memory="array", b=False)
     before: Options = {"kv_cache": _past((5, 1, 2, 4)), "causal": True}
-    yield case("self, after a KV cache", k=4, m=4, groups=1, window=(3, None), **before)
-    yield case("dropout and scale", scale=0.3, dropout_rate=0.3, dropout_key=KEY)
+    before["config"] = {"window": (3, None)}
+    yield case("self, after a KV cache", k=4, m=4, groups=1, **before)
+    scaled: Options = {"config": {"dropout": 0.3, "scale": 0.3}, "dropout_key": KEY}
+    yield case("dropout and scale", **scaled)
     yield case(
         "all options",
         memory="array",
@@ -213,9 +221,7 @@ def _attention() -> Iterator[Case]:
         bias=(4, 7),
         causal=True,
         mask=mask((5, 1, 1, 7)),
-        scale=0.3,
-        dropout_rate=0.3,
-        dropout_key=KEY,
+        **scaled,
     )
 
 
@@ -234,8 +240,9 @@ def _latent_attention() -> Iterator[Case]:
 
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
             params = random(rng, cfg.init(rng, cfg.norm))
-            args = rng.normal((*batch, 4, 6)), params, None if bias is None else rng.normal(bias)
-            keywords = drawn(rng, backend, options)
+            x, drawn_bias = rng.normal((*batch, 4, 6)), None if bias is None else rng.normal(bias)
+            keywords = called(drawn(rng, backend, options))
+            args = x, params, layers.SideInputs(bias=drawn_bias)
             return partial(layers.latent_attention, config=cfg, **keywords), args
 
         return _layer(f"latent_attention: {note}", make)
@@ -372,15 +379,15 @@ def _gated_delta_net() -> Iterator[Case]:
 
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
             params = random(rng, cfg.init(rng, cfg.norm))
-            keywords = drawn(rng, backend, options)
+            keywords = called(drawn(rng, backend, {"causal": True, **options}))
             function = partial(layers.gated_delta_net, config=cfg, **keywords)
-            return function, (rng.normal((*batch, 7, 6)), params)
+            return function, (rng.normal((*batch, 7, 6)), params, layers.SideInputs())
 
         return _layer(f"gated_delta_net: {note}", make)
 
     yield case("2 value heads for each key head")
     yield case("one sequence", batch=())
-    yield case("padding", mask=mask((5, 7), DEAD_BATCH))
+    yield case("padding", mask=mask((5, 1, 1, 7), DEAD_BATCH))
     yield case("all options", sizes={"n_key_heads": None, "conv_len": 3, "eps": 0.1})
 
     def earlier(rng: Generator, _: Backend) -> layers.RecurrentState:

@@ -363,7 +363,7 @@ class _SelfAttentionCache(NamedTuple):
 def _self_attention(x: Any, w_q: Any, w_k: Any, w_v: Any, w_o: Any) -> tuple[Any, Any]:
     q, k, v, o = (layers.LinearParams(w, None) for w in (w_q, w_k, w_v, w_o))
     params = layers.AttentionParams(q, layers.KeyValueParams(k, v), o)
-    y, cache = layers.attention(x, params, n_heads=1)
+    y, cache = layers.attention(x, params, config=layers.AttentionConfig(x.shape[-1], 1))
     return y, _SelfAttentionCache(cache)
 
 

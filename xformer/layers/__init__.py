@@ -1,6 +1,7 @@
-"""Layers, composed of ops: `y, cache = layer(x, params, ...)`.
+"""Layers, composed of ops: `y, cache = layer(x, params, side, config=config, context=context)`.
 
-`cache.backward(dy)` returns gradients; the gradient of params has the type of params.
+`cache.backward(dy)` returns the gradients of x, params and side, each of the type of its argument
+(`layers.protocol`). Maps and norms take no side and no context.
 """
 
 from typing import TYPE_CHECKING
@@ -39,9 +40,10 @@ if TYPE_CHECKING:
     from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
     from xformer.layers.pooling import pool
     from xformer.layers.positions import alibi, sinusoidal
+    from xformer.layers.protocol import Context, SideInputs
     from xformer.layers.recurrent_state import RecurrentState
     from xformer.layers.relative import RelativeConfig, relative_bias
-    from xformer.layers.residual import parallel, residual
+    from xformer.layers.residual import Branch, parallel, residual
     from xformer.layers.rope_config import RopeConfig
     from xformer.layers.rope_tables import RopeTables, rope_tables
     from xformer.layers.splade import splade
@@ -53,6 +55,8 @@ __all__ = [
     "BiasParams",
     "BlockConfig",
     "BlockParams",
+    "Branch",
+    "Context",
     "EmbedConfig",
     "EmbedParams",
     "ExpertsConfig",
@@ -76,6 +80,7 @@ __all__ = [
     "RopeConfig",
     "RopeTables",
     "ShawParams",
+    "SideInputs",
     "StackParams",
     "XLParams",
     "add_norm",
@@ -121,9 +126,10 @@ later(
     kv_cache="KVCache",
     pooling="pool",
     positions="alibi sinusoidal",
+    protocol="Context SideInputs",
     recurrent_state="RecurrentState",
     relative="RelativeConfig relative_bias",
-    residual="parallel residual",
+    residual="Branch parallel residual",
     reversible="",
     rope_config="RopeConfig",
     rope_tables="RopeTables rope_tables",

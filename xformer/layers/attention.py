@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xformer import layers, ops
 from xformer.checks import require_sizes
@@ -11,12 +11,16 @@ from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.linear import BiasParams, LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.positions import distances
+from xformer.layers.protocol import Context, SideInputs, rate, require_no
 from xformer.namespace import array_namespace
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import require_array, require_like
 from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
+
+if TYPE_CHECKING:
+    from xformer.layers.attention_config import AttentionConfig
 
 
 @short
@@ -71,47 +75,38 @@ class KeyValue(NamedTuple):
 def attention(
     x: Array,
     params: AttentionParams,
-    memory: Array | KeyValue | None = None,
-    bias: Array | None = None,
-    pos: Array | None = None,
-    memory_pos: Array | None = None,
+    side: SideInputs = SideInputs(),
     *,
-    n_heads: int,
-    n_kv_heads: int | None = None,
-    rotary: layers.RopeTables | None = None,
-    qk_norm: NormConfig | None = None,
-    kv_cache: KVCache | None = None,
-    segment_memory: Array | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: ops.RandomKey | None = None,
+    config: AttentionConfig,
+    norm: NormConfig | None = None,
+    context: Context = Context(),
 ) -> tuple[Array, AttentionCache]:
     """y = concat(heads) w_o + b_o, heads = sdpa(x w_q, memory w_k, memory w_v) (arXiv:1706.03762).
 
     With BiasParams as params.o y is concat(heads) + b_o, without params.o concat(heads).
-    Queries and keys are normalised if params have q_norm and k_norm, and then rotated by `rotary`.
-    With params.gate, concat(heads) is multiplied by sigmoid(x w_gate + b_gate) (arXiv:2505.06708).
+    Queries and keys are normalised if params have q_norm and k_norm, and then rotated by RoPE. With
+    params.gate, concat(heads) is multiplied by sigmoid(x w_gate + b_gate) (arXiv:2505.06708).
 
     x: (B, T, D), or one sequence (T, D)   y: (B, T, D') or (T, D')
-    memory: (B, S, D_m), or (S, D_m) for one sequence; or a KeyValue, which several layers may
+    side.memory: (B, S, D_m), or (S, D_m) for one sequence; or a KeyValue, which several layers may
         share, with B = 1 for one sequence; None: self-attention
-    bias, mask, causal, window, softcap, scale, dropout_rate, dropout_key: of `ops.sdpa`
-    pos: (T, K), added to the queries of every head; in self-attention to keys and values too
-    memory_pos: (S, K), added to the keys and values of the memory
-    rotary: RoPE tables, for self-attention only
-    qk_norm: the norm of queries and keys; None: RMSNorm
-    kv_cache: keys and values of earlier tokens, for self-attention only. S counts them too. They
-        have no gradient. The cache's `kv_cache` has all keys and values. If it is static, mask must
-        hide the slots that are not written, and there is no backward.
-    segment_memory: (B, N, D), the inputs of this attention at the N positions before x; only with
-        params.xl. It gets no gradient. S = N + T. The cache's `extended` has it and x.
+    config: the numbers of heads, softcap, scale, dropout, and the window of a self-attention; sizes
+        are those of params
+    norm: of queries and keys; None: RMSNorm
+    context.mask, causal: of `ops.sdpa`
+    context.rotary: RoPE tables, for self-attention only
+    context.kv_cache: keys and values of earlier tokens, for self-attention only. S counts them too.
+        They have no gradient. The cache's `kv_cache` has all keys and values. If it is static, mask
+        must hide the slots that are not written, and there is no backward.
+    context.segment_memory: (B, N, D), the inputs of this attention at the N positions before x;
+        only with params.xl. It gets no gradient. S = N + T. The cache's `extended` has it and x.
     ValueError for shapes and arguments that do not fit together.
     """
-    n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+    memory, bias, pos, memory_pos = side
+    mask, causal, _, rotary, kv_cache, segment_memory, dropout_key = context
+    require_no("attention", context, ("memory_mask",))
+    n_heads, n_kv_heads = config.n_heads, config.kv_heads
+    window = config.window if memory is None else None
     _require_memory(memory, memory_pos, rotary, kv_cache, params)
     if params.xl is not None:
         _require_xl(x, memory, causal, kv_cache, segment_memory)
@@ -120,7 +115,7 @@ def attention(
     extended = None
     if segment_memory is not None:
         memory = extended = array_namespace(x).concat([segment_memory, x], axis=1)
-    qk_options: Any = {"rotary": rotary, "config": qk_norm}
+    qk_options: Any = {"rotary": rotary, "config": norm}
     kv_params: Any = params.kv
     of_x: Any = (params.q, kv_params.k, kv_params.v) if memory is None else (params.q,)
     of_x = of_x if params.gate is None else (*of_x, params.gate)
@@ -134,7 +129,7 @@ def attention(
         kv, kv_saved = _key_value(mapped[1:3], kv_params, pos, n_kv_heads, **qk_options)
     elif kv_params is not None:
         _require_axes(memory, x)
-        options: Any = {"n_kv_heads": n_kv_heads, "k_norm": qk_norm}
+        options: Any = {"n_kv_heads": n_kv_heads, "k_norm": norm}
         kv, kv_saved = key_value(memory, kv_params, memory_pos, **options)
     n_new = kv.k.shape[2]
     if kv_cache is not None and kv_cache.write_index is not None:
@@ -152,11 +147,12 @@ def attention(
     options = {
         "mask": mask,
         "causal": causal,
-        "scale": scale,
-        "dropout_rate": dropout_rate,
+        "scale": config.scale,
+        "dropout_rate": rate(config.dropout, context),
         "dropout_key": dropout_key,
     }
-    extras = {"bias": bias, "sinks": params.sinks, "window": window, "softcap": softcap}
+    limits: Any = {"window": window, "softcap": config.softcap}
+    extras = {"bias": bias, "sinks": params.sinks, **limits}
     k, v = kv
     core: Any
     r_cache: Any = None
@@ -174,7 +170,7 @@ def attention(
         ctx, core = ops.shaw(q, k, v, *map(value, tables), **options)
     else:
         sinks = value(params.sinks)
-        ctx, core = ops.sdpa(q, k, v, bias, sinks, window=window, softcap=softcap, **options)
+        ctx, core = ops.sdpa(q, k, v, bias, sinks, **limits, **options)
     y, gate_cache, o_cache = merge_heads(ctx, x.ndim), None, None
     if params.gate is not None:
         y, gate_cache = ops.glu(mapped[-1], y, activation="sigmoid")
@@ -205,8 +201,8 @@ class AttentionCache(NamedTuple):
     n_new: int  # the number of new keys, after those of the KV cache
     extended: Array | None  # (B, N + T, D), the segment memory and x; None without a memory
 
-    def backward(self, dy: Array) -> tuple[Any, ...]:
-        """Gradients of x, params, memory, bias, pos, memory_pos, in that order."""
+    def backward(self, dy: Array) -> tuple[Array, AttentionParams, SideInputs]:
+        """Gradients of x, params and side."""
         do = None
         if self.o is not None:
             dy, do = self.o.backward(dy)
@@ -234,7 +230,7 @@ class AttentionCache(NamedTuple):
                 dx, dmemory = dx + dmemory[:, n_earlier:, :], None
         dbias, *dpositions = self._tables(dtables)
         dparams = AttentionParams(dq, dkv, do, dq_norm, *dpositions, *dgate)
-        return dx, dparams, dmemory, dbias, dpos, dmemory_pos
+        return dx, dparams, SideInputs(dmemory, dbias, dpos, dmemory_pos)
 
     def _tables(self, grads: list[Any]) -> tuple[Any, ...]:
         """Gradients of bias, sinks, shaw and xl, from the core's gradients after q, k and v."""

@@ -8,10 +8,19 @@ from typing import Any
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_cap, require_sizes
 from xformer.initializers import Draw, xavier_uniform
-from xformer.layers.attention import AttentionParams, KeyValueParams, ShawParams, XLParams
+from xformer.layers.attention import (
+    AttentionCache,
+    AttentionParams,
+    KeyValueParams,
+    ShawParams,
+    XLParams,
+    attention,
+)
 from xformer.layers.linear import BiasParams, LinearParams
 from xformer.layers.norm import NormConfig, NormParams
+from xformer.layers.protocol import Context, SideInputs
 from xformer.ops._attention import window_of
+from xformer.typing import Array
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,17 @@ class AttentionConfig:
     def cached_width(self) -> int:
         """G * (K + M), how many numbers of a token are in the KV cache."""
         return self.kv_heads * (self.head_width + self.value_width)
+
+    def forward(
+        self,
+        x: Array,
+        params: AttentionParams,
+        side: SideInputs,
+        norm: NormConfig,
+        context: Context,
+    ) -> tuple[Array, AttentionCache]:
+        """`layers.attention`, as a block calls each of its layers. norm: of the block."""
+        return attention(x, params, side, config=self, norm=norm, context=context)
 
     def init(
         self,

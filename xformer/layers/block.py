@@ -5,30 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xformer import layers, ops
+from xformer import layers
 from xformer.backends import Generator
 from xformer.checks import finite, number, plain_numbers
 from xformer.choices import require_one_of
 from xformer.initializers import Draw, xavier_uniform
-from xformer.layers.attention import AttentionParams, KeyValue, attention
+from xformer.layers.attention import AttentionParams
 from xformer.layers.attention_config import AttentionConfig
-from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
+from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.norm import NormConfig, NormParams
+from xformer.layers.protocol import SITES, Context, SideInputs, rate
 from xformer.layers.residual import (
     Branch,
     BranchCache,
+    ParallelCache,
     ResidualsCache,
     Sublayer,
     Terms,
-    parallels,
+    parallel,
     residuals,
     summed,
 )
 from xformer.showing import short
 from xformer.typing import Array
 
-SITES = 6  # dropout streams of a block
 NORMS = ("pre", "post", "sandwich", "output", "none")
 NO_CROSS = "block: cross-attention needs an AttentionConfig"
 
@@ -68,16 +69,12 @@ class BlockConfig:
         plain_numbers(self)
         if not isinstance(self.norm, NormConfig):
             raise TypeError(f"block: norm must be a NormConfig, got {self.norm!r:.60}")
-        is_usual = isinstance(self.attn, AttentionConfig)  # then the others are not imported
-        if not is_usual and not isinstance(
-            self.attn, layers.LatentAttentionConfig | layers.GatedDeltaNetConfig
-        ):
+        if not (hasattr(self.attn, "forward") and hasattr(self.attn, "d_model")):
             raise TypeError(
                 "block: attn must be an AttentionConfig, LatentAttentionConfig or "
                 f"GatedDeltaNetConfig, got {self.attn!r:.60}"
             )
-        is_dense = isinstance(self.ffn, FeedForwardConfig)  # then experts are not imported
-        if not is_dense and not isinstance(self.ffn, layers.ExpertsConfig):
+        if not (hasattr(self.ffn, "forward") and hasattr(self.ffn, "d_ff")):
             raise TypeError(
                 f"block: ffn must be a FeedForwardConfig or ExpertsConfig, got {self.ffn!r:.60}"
             )
@@ -216,189 +213,88 @@ class BlockParams(NamedTuple):
 def block(
     x: Array,
     params: BlockParams,
-    memory: Array | KeyValue | None = None,
-    bias: Array | None = None,
-    pos: Array | None = None,
-    memory_pos: Array | None = None,
+    side: SideInputs = SideInputs(),
     *,
     config: BlockConfig,
-    rotary: layers.RopeTables | None = None,
-    kv_cache: KVCache | None = None,
-    segment_memory: Array | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    memory_mask: Array | None = None,
-    dropout_key: ops.RandomKey | None = None,
-) -> tuple[Array, BlockCache | ParallelBlockCache]:
+    context: Context = Context(),
+) -> tuple[Array, BlockCache]:
     """y = ffn(cross(attn(x), memory)), each with residual, norm and dropout (`layers.residual`).
 
     With config.parallel, attention and feed-forward read the same x (`layers.parallel`).
 
     x, y: (B, T, D), or one sequence (T, D)
-    memory: (B, S, D) or (S, D), or a KeyValue, which several layers may share; needed if and only
-        if params.cross is given
-    bias, mask, causal, rotary, kv_cache, segment_memory: of the self-attention
-    pos, memory_pos: added to queries, keys and values (`layers.attention`)
-    memory_mask: of the cross-attention
-    dropout_key: None: no dropout
+    side.memory: needed if and only if params.cross is given; a KeyValue may be shared by layers
+    side.bias: of the self-attention
     ValueError for shapes and arguments that do not fit together.
     """
-    terms, cache = block_terms(
-        x,
-        params,
-        memory,
-        bias,
-        pos,
-        memory_pos,
-        config=config,
-        rotary=rotary,
-        kv_cache=kv_cache,
-        segment_memory=segment_memory,
-        mask=mask,
-        causal=causal,
-        memory_mask=memory_mask,
-        dropout_key=dropout_key,
-    )
+    terms, cache = block_terms(x, params, side, config=config, context=context)
     return summed(*terms), cache
 
 
 def block_terms(
     x: Array,
     params: BlockParams,
-    memory: Array | KeyValue | None = None,
-    bias: Array | None = None,
-    pos: Array | None = None,
-    memory_pos: Array | None = None,
-    *,
+    side: SideInputs,
     r: Array | None = None,
+    *,
     config: BlockConfig,
-    dropout_key: ops.RandomKey | None = None,
-    **options: Any,
-) -> tuple[Terms, BlockCache | ParallelBlockCache]:
+    context: Context,
+) -> tuple[Terms, BlockCache]:
     """`block` of x + r, with its output as two terms. y is their sum; None is 0.
 
     The next block computes the sum and its norm in one op (`layers.residuals`). In backward, dy is
-    the gradient of the sum of the terms, and dx is the gradient of x + r. For the other arguments
-    and the options see `block`.
+    the gradient of the sum of the terms, and dx is the gradient of x + r.
     """
     if config.reversible:
         raise ValueError("block: a reversible block has two streams: call layers.blocks")
-    branches = branches_of(
-        params,
-        memory,
-        bias,
-        pos,
-        memory_pos,
-        config=config,
-        dropout_key=dropout_key,
-        **options,
-    )
-    rate = config.dropout if dropout_key is not None else 0.0
-    residual_options: dict[str, Any] = {"config": config.norm, "dropout_rate": rate}
-    residual_options["multiplier"] = config.residual_multiplier
+    branches = branches_of(params, side, config, context)
+    options: Any = {"config": config.norm, "multiplier": config.residual_multiplier}
+    options["dropout_rate"] = rate(config.dropout, context)
     if config.parallel:
-        first, second = branches
-        residual_options["dropout_keys"] = first.dropout_key, second.dropout_key
-        args = first.norm, first.sublayer, second.sublayer, second.norm, first.scale, second.scale
-        terms, both = parallels(x, *args, r, **residual_options)
-        return terms, ParallelBlockCache(both)
+        terms, chain = parallel(x, branches, r, **options)
+        return terms, BlockCache(chain)
     placement = "post" if config.norm_placement == "post" else "pre"
-    terms, chain = residuals(x, branches, r, norm_placement=placement, **residual_options)
+    terms, chain = residuals(x, branches, r, norm_placement=placement, **options)
     return terms, BlockCache(chain)
 
 
 def branches_of(
-    params: BlockParams,
-    memory: Array | KeyValue | None = None,
-    bias: Array | None = None,
-    pos: Array | None = None,
-    memory_pos: Array | None = None,
-    *,
-    config: BlockConfig,
-    rotary: layers.RopeTables | None = None,
-    kv_cache: KVCache | None = None,
-    segment_memory: Array | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    memory_mask: Array | None = None,
-    dropout_key: ops.RandomKey | None = None,
+    params: BlockParams, side: SideInputs, config: BlockConfig, context: Context
 ) -> list[Branch]:
     """The residual branches of a block: self-attention, cross-attention if any, feed-forward.
 
-    For the arguments see `block`. ValueError for parameters that do not fit config and memory.
+    ValueError for parameters that do not fit config and side.
     """
-    _require_memory(params, config, memory, memory_pos, memory_mask)
-    is_dense = isinstance(config.ffn, FeedForwardConfig)
-    if is_dense != isinstance(params.ffn, FeedForwardParams):
-        wanted = "FeedForwardParams" if is_dense else "ExpertsParams"
-        got = type(params.ffn).__name__
-        raise ValueError(f"block: params.ffn must be {wanted} by config, got {got}")
-    dropped = dropout_key is not None
-    attn_options = _attention_options(config, dropped)
-    keys = [dropout_key and dropout_key.at(site) for site in range(SITES)]
-    attn, attn_params = config.attn, params.attn
-    if not isinstance(attn, AttentionConfig):
-        _require_of(attn, attn_params, pos, segment_memory)
-
-    def attend(x: Array) -> tuple[Array, Any]:
-        options: Any = {"mask": mask, "causal": causal, "dropout_key": keys[0]}
-        options |= {"rotary": rotary, "kv_cache": kv_cache}
-        ready: Any = attn_params
-        if not isinstance(attn, AttentionConfig):
-            return attn.attend(x, ready, bias, **options)
-        options |= {"window": attn.window, "segment_memory": segment_memory}
-        return attention(x, ready, None, bias, pos, **options, **attn_options)
-
-    def attend_memory(x: Array) -> tuple[Array, Any]:
-        cross: Any = params.cross
-        options = {"mask": memory_mask, "dropout_key": keys[1], **attn_options}
-        return attention(x, cross, memory, None, pos, memory_pos, **options)
-
-    def feed(x: Array) -> tuple[Array, Any]:
-        ffn: Any = params.ffn
-        if not isinstance(config.ffn, FeedForwardConfig):
-            return layers.mixture(x, ffn, config=config.ffn)
-        activation = config.ffn.activation
-        if config.ffn.chunk_len is not None:
-            from xformer.layers.chunked import chunked_feed_forward
-
-            options: Any = {"chunk_len": config.ffn.chunk_len, "activation": activation}
-            return chunked_feed_forward(x, ffn, **options)
-        options = {"dropout_rate": config.ffn.dropout if dropped else 0.0}
-        return feed_forward(x, ffn, activation=activation, dropout_key=keys[5], **options)
-
-    around = (
-        (params.attn_norm, params.attn_out_norm, params.attn_scale, keys[2]),
-        (params.cross_norm, params.cross_out_norm, params.cross_scale, keys[3]),
-        (params.ffn_norm, params.ffn_out_norm, params.ffn_scale, keys[4]),
-    )
-    branches = [Branch(config.sublayer(attend), *around[0])]
+    _require_memory(params, config, side, context)
+    memory, bias, pos, memory_pos = side
+    key = context.dropout_key
+    keys = [key and key.at(site) for site in range(SITES)]
+    own = context._replace(memory_mask=None, dropout_key=keys[0])
+    parts: Any = [("attn", config.attn, SideInputs(bias=bias, pos=pos), own, keys[2])]
     if params.cross is not None:
-        branches.append(Branch(config.sublayer(attend_memory), *around[1]))
-    branches.append(Branch(config.sublayer(feed), *around[2]))
+        of_memory = SideInputs(memory, None, pos, memory_pos)
+        crossing = Context(context.memory_mask, dropout_key=keys[1])
+        parts.append(("cross", config.attn, of_memory, crossing, keys[3]))
+    parts.append(("ffn", config.ffn, SideInputs(), Context(dropout_key=keys[5]), keys[4]))
+    branches = []
+    for name, layer, inputs, how, after in parts:
+        of_layer = getattr(params, name)
+        _require_kind(name, layer, of_layer)
+        fn = config.sublayer(_bound(layer, of_layer, inputs, config.norm, how))
+        around = (getattr(params, f"{name}_{part}") for part in ("norm", "out_norm", "scale"))
+        branches.append(Branch(fn, *around, after))
     return branches
 
 
-def _attention_options(config: BlockConfig, dropped: bool) -> dict[str, Any]:
-    """The options of `attention` for self- and cross-attention; none for another layer."""
-    attn = config.attn
-    if not isinstance(attn, AttentionConfig):
-        return {}
-    return {
-        "n_heads": attn.n_heads,
-        "n_kv_heads": attn.n_kv_heads,
-        "qk_norm": config.norm,
-        "softcap": attn.softcap,
-        "scale": attn.scale,
-        "dropout_rate": attn.dropout if dropped else 0.0,
-    }
+def _bound(layer: Any, params: Any, side: SideInputs, norm: NormConfig, context: Context) -> Any:
+    return lambda x: layer.forward(x, params, side, norm, context)
 
 
 @short
 class BlockCache(NamedTuple):
     """Saved by `block` for backward: the caches of its two or three sublayers and their sums."""
 
-    chain: ResidualsCache  # of self-attention, cross-attention if any, and feed-forward
+    chain: ResidualsCache | ParallelCache  # of self-attention, cross-attention, feed-forward
 
     @property
     def attn(self) -> BranchCache:
@@ -427,8 +323,8 @@ class BlockCache(NamedTuple):
         extended: Array | None = self.attn.sublayer.extended
         return extended
 
-    def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
-        """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
+    def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Array, BlockParams, SideInputs]:
+        """Gradients of x, params and side.
 
         drouter_logits: the gradient of an auxiliary loss on the router, if any.
         """
@@ -436,105 +332,42 @@ class BlockCache(NamedTuple):
         return dx, *block_gradients(*grads)
 
 
-def block_gradients(
-    attn: tuple[Any, ...], *others: tuple[Any, ...]
-) -> tuple[BlockParams, Any, Any, Any, Any]:
-    """Gradients of params, memory, bias, pos and memory_pos, from the gradients of each branch.
+def block_gradients(*branches: tuple[Any, ...]) -> tuple[BlockParams, SideInputs]:
+    """Gradients of params and side, from those of self-attention, cross-attention, feed-forward.
 
-    attn, others: of self-attention, of cross-attention if any, and of feed-forward, each as
-        `ResidualsCache.backward` returns them.
+    branches: of each, as `ResidualsCache.backward` returns them; cross-attention may be left out
     """
-    *cross, ffn = others
-    dattn_norm, dattn_out, dattn_scale, *of_attn = attn
-    dattn, dbias, dpos = _self_attention_gradients(*of_attn)
-    dffn_norm, dffn_out, dffn_scale, dffn = ffn
-    dcross_norm = dcross_out = dcross_scale = dcross = dmemory = dmemory_pos = None
-    if cross:
-        dcross_norm, dcross_out, dcross_scale, dcross, *of_memory = cross[0]
-        dmemory, _, dcross_pos, dmemory_pos = of_memory
-        if dcross_pos is not None:
-            dpos = dpos + dcross_pos
-    after = dattn_out, dcross_out, dffn_out, dattn_scale, dcross_scale, dffn_scale
-    dparams = BlockParams(dattn_norm, dattn, dcross_norm, dcross, dffn_norm, dffn, *after)
-    return dparams, dmemory, dbias, dpos, dmemory_pos
+    names = ("attn", "cross", "ffn") if len(branches) == 3 else ("attn", "ffn")
+    fields: dict[str, Any] = {"cross": None, "cross_norm": None}
+    dside = SideInputs()
+    for name, grads in zip(names, branches, strict=True):
+        dnorm, dout_norm, dscale, dparams, *more = grads
+        fields |= {name: dparams, f"{name}_norm": dnorm}
+        fields |= {f"{name}_out_norm": dout_norm, f"{name}_scale": dscale}
+        for of_layer in more:
+            dside = dside.plus(of_layer)
+    return BlockParams(**fields), dside
 
 
-def _self_attention_gradients(dparams: Any, *others: Any) -> tuple[Any, Any, Any]:
-    """dparams, dbias and dpos, from the gradients after dx of the layer.
-
-    `latent_attention` has no memory and no pos, and `gated_delta_net` has no bias either.
-    """
-    if len(others) < 2:
-        return dparams, *others, *(None,) * (2 - len(others))
-    _, dbias, dpos, _ = others
-    return dparams, dbias, dpos
-
-
-@short
-class ParallelBlockCache(NamedTuple):
-    """Saved by a parallel `block` for backward: the cache of `parallels`, of both sublayers."""
-
-    both: Any
-
-    @property
-    def router(self) -> Any:
-        """The cache of the mixture of experts."""
-        return self.both.second
-
-    @property
-    def kv_cache(self) -> KVCache:
-        """Keys and values of the self-attention so far."""
-        return self.both.first.kv_cache
-
-    @property
-    def extended(self) -> Array | None:
-        """The segment memory of the self-attention, followed by its input."""
-        return self.both.first.extended
-
-    def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
-        """Gradients of x, params, memory, bias, pos, memory_pos; None for the memory's.
-
-        drouter_logits: the gradient of an auxiliary loss on the router, if any.
-        """
-        dx, dattn_norm, dffn_norm, *dscales, attn, (dffn,) = self.both.backward(dy, *drouter_logits)
-        dattn, dbias, dpos = _self_attention_gradients(*attn)
-        dparams = BlockParams(dattn_norm, dattn, None, None, dffn_norm, dffn)
-        dparams = dparams._replace(attn_scale=dscales[0], ffn_scale=dscales[1])
-        return dx, dparams, None, dbias, dpos, None
-
-
-def _require_of(
-    config: layers.LatentAttentionConfig | layers.GatedDeltaNetConfig,
-    params: Any,
-    pos: Array | None,
-    segment_memory: Array | None,
-) -> None:
-    """ValueError for parameters of another layer, and for inputs that only `attention` has."""
-    is_latent = isinstance(config, layers.LatentAttentionConfig)
-    kind = layers.LatentAttentionParams if is_latent else layers.GatedDeltaNetParams
-    if not isinstance(params, kind):
-        wanted, got = kind.__name__, type(params).__name__
-        raise ValueError(f"block: params.attn must be {wanted} by config, got {got}")
-    for name, given in (("pos", pos), ("segment_memory", segment_memory)):
-        if given is not None:
-            what = "latent attention" if is_latent else "a gated DeltaNet"
-            raise ValueError(f"block: {what} has no {name}, which needs AttentionConfig")
+def _require_kind(name: str, layer: Any, params: Any) -> None:
+    """ValueError unless the parameters of a layer with `SomeConfig` are `SomeParams`."""
+    wanted = f"{type(layer).__name__.removesuffix('Config')}Params"
+    if (got := type(params).__name__) != wanted:
+        raise ValueError(f"block: params.{name} must be {wanted} by config, got {got}")
 
 
 def _require_memory(
-    params: BlockParams,
-    config: BlockConfig,
-    memory: Array | KeyValue | None,
-    memory_pos: Array | None,
-    memory_mask: Array | None,
+    params: BlockParams, config: BlockConfig, side: SideInputs, context: Context
 ) -> None:
-    if (params.cross is None) != (memory is None):
+    if (params.cross is None) != (side.memory is None):
         have = "no params.cross" if params.cross is None else "params.cross but no memory"
         raise ValueError(f"block: memory and params.cross need each other, got {have}")
-    if params.cross is None and not (memory_pos is None and memory_mask is None):
-        raise ValueError("block: memory_pos and memory_mask need a memory, and there is none")
-    if params.cross is not None and not isinstance(config.attn, AttentionConfig):
+    if params.cross is None:
+        if not (side.memory_pos is None and context.memory_mask is None):
+            raise ValueError("block: memory_pos and memory_mask need a memory, and there is none")
+        return
+    if not isinstance(config.attn, AttentionConfig):
         raise ValueError(NO_CROSS)
-    if params.cross is not None and (config.parallel or config.reversible):
+    if config.parallel or config.reversible:
         kind = "parallel" if config.parallel else "reversible"
         raise ValueError(f"block: {kind} has no cross-attention, got params.cross")

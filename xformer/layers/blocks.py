@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xformer import ops, tree
+from xformer import tree
 from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
-from xformer.layers.block import SITES, BlockConfig, BlockParams, block_terms
+from xformer.layers.block import BlockConfig, BlockParams, block_terms
 from xformer.layers.kv_cache import KVCache
+from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.residual import summed
-from xformer.layers.rope_by_layer import LayerTables, of_layers
+from xformer.layers.rope_by_layer import of_layers
 from xformer.ready import Ready, report
 from xformer.showing import short
 from xformer.typing import Array
@@ -24,42 +25,32 @@ if TYPE_CHECKING:
 def blocks(
     x: Array,
     params: tuple[BlockParams, ...],
-    memory: Array | KeyValue | Sequence[KeyValue] | None = None,
-    bias: Array | None = None,
-    pos: Array | None = None,
-    memory_pos: Array | None = None,
+    side: SideInputs = SideInputs(),
     *,
     configs: Sequence[BlockConfig],
-    rotary: LayerTables = None,
-    kv_cache: Sequence[KVCache] | None = None,
-    segment_memory: Sequence[Array] | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    memory_mask: Array | None = None,
-    dropout_key: ops.RandomKey | None = None,
+    context: Context = Context(),
     activation_checkpointing: bool = False,
 ) -> tuple[Array, BlocksCache | ReversibleCache]:
-    """y = block_n(... block_1(x)). Every block gets bias, positions and masks.
+    """y = block_n(... block_1(x)). Every block gets side and context.
 
     If configs are reversible, the blocks run on two streams, which begin as x, and y is the mean of
     both (`xformer/layers/reversible.py`).
 
     x, y: (B, T, D), or one sequence (T, D)
     params: of each block; with fewer blocks than layers, equal runs of layers share a block
-    memory: (B, S, D), (S, D) or a KeyValue for all layers, or a KeyValue for each layer, whose
+    side.memory: (B, S, D), (S, D) or a KeyValue for all layers, or a KeyValue for each layer, whose
         gradient is a tuple; None without cross-attention, and for reversible blocks
-    bias, pos, memory_pos, mask, causal, memory_mask, dropout_key: of `layers.block`
-    rotary: RoPE tables of all layers, or a sequence of tables or None for each layer
     configs: of each layer
-    kv_cache: of each layer; then nothing is saved for backward
-    segment_memory: of each layer (`layers.attention`); not for reversible blocks. The cache's
-        `extended` has it, followed by the inputs of the layer's attention.
+    context.rotary: RoPE tables of all layers, or a sequence of tables or None for each layer
+    context.kv_cache: of each layer; then nothing is saved for backward
+    context.segment_memory: of each layer (`layers.attention`); not for reversible blocks. The
+        cache's `extended` has it, followed by the inputs of the layer's attention.
     activation_checkpointing: each block saves only its arguments, and runs again in backward; not
         for reversible blocks, which save less
     ValueError for shapes and numbers that do not fit.
     """
-    order = order_of(params, configs)
-    tables = of_layers("blocks", rotary, len(configs))
+    order, n = order_of(params, configs), len(configs)
+    context = context._replace(rotary=of_layers("blocks", context.rotary, n))
     if len({config.reversible for config in configs}) > 1:
         raise ValueError("blocks: either all blocks must be reversible, or none")
     if configs[0].reversible:
@@ -67,65 +58,36 @@ def blocks(
 
         if activation_checkpointing:
             raise ValueError("blocks: reversible excludes activation_checkpointing")
-        if segment_memory is not None:
-            raise ValueError("blocks: reversible excludes segment_memory")
-        if not (memory is None and memory_pos is None and memory_mask is None):
-            raise ValueError("blocks: reversible blocks have no cross-attention, got a memory")
-        return reversible(
-            x,
-            params,
-            bias,
-            pos,
-            configs=configs,
-            rotary=tables,
-            kv_cache=kv_cache,
-            mask=mask,
-            causal=causal,
-            dropout_key=dropout_key,
-        )
-    memory_each = isinstance(memory, Sequence) and not isinstance(memory, KeyValue)
-    memories: Any = memory if memory_each else (memory,) * len(configs)
-    if len(memories) != len(configs):
+        return reversible(x, params, side, configs=configs, context=context)
+    own_memory = isinstance(side.memory, Sequence) and not isinstance(side.memory, KeyValue)
+    if own_memory and len(side.memory) != n:
         raise ValueError(
-            f"blocks: memory must be one for all layers, or a KeyValue for each of {len(configs)}, "
-            f"got {len(memories)}"
+            f"blocks: memory must be one for all layers, or a KeyValue for each of {n}, "
+            f"got {len(side.memory)}"
         )
-    if segment_memory is not None and len(segment_memory) != len(configs):
+    decodes, has_segments = context.kv_cache is not None, context.segment_memory is not None
+    if has_segments and len(context.segment_memory) != n:
         raise ValueError(
-            f"blocks: segment_memory must have an array for each of {len(configs)} layers, "
-            f"got {len(segment_memory)}"
+            f"blocks: segment_memory must have an array for each of {n} layers, "
+            f"got {len(context.segment_memory)}"
         )
     caches: list[Any] = []
     extended: list[Any] = []
     run: Any = block_terms
-    if activation_checkpointing and kv_cache is None:
+    if activation_checkpointing and not decodes:
         from xformer.layers.checkpoint import checkpointed as run
     r = None  # a term that the next norm or the last line adds to x
     for i, config in enumerate(configs):
-        (x, r), cache = run(
-            x,
-            params[order[i]],
-            memories[i],
-            bias,
-            pos,
-            memory_pos,
-            r=r,
-            config=config,
-            rotary=tables[i],
-            kv_cache=None if kv_cache is None else kv_cache[i],
-            segment_memory=None if segment_memory is None else segment_memory[i],
-            mask=mask,
-            causal=causal,
-            memory_mask=memory_mask,
-            dropout_key=None if dropout_key is None else dropout_key.at(SITES * i),
-        )
-        caches.append(cache if kv_cache is None else cache.kv_cache)
-        if segment_memory is not None:
+        inputs = side._replace(memory=side.memory[i]) if own_memory else side
+        how = context.of_layer(i)
+        (x, r), cache = run(x, params[order[i]], inputs, r, config=config, context=how)
+        caches.append(cache.kv_cache if decodes else cache)
+        if has_segments:
             extended.append(cache.extended)
     y = summed(x, r)
-    if kv_cache is None:
-        return y, BlocksCache(tuple(caches), order, memory_each, (), tuple(extended))
-    return y, BlocksCache((), order, memory_each, tuple(caches))
+    if decodes:
+        return y, BlocksCache((), order, own_memory, tuple(caches))
+    return y, BlocksCache(tuple(caches), order, own_memory, (), tuple(extended))
 
 
 @short
@@ -144,8 +106,8 @@ class BlocksCache(NamedTuple):
         drouter_logits: Sequence[Any] | None = None,
         *,
         ready: Ready | None = None,
-    ) -> tuple[Any, ...]:
-        """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
+    ) -> tuple[Array, tuple[BlockParams, ...], SideInputs]:
+        """Gradients of x, params and side.
 
         drouter_logits: for each layer, the gradient of an auxiliary loss on its router, or None.
         ready: called with "blocks.i" and the gradients of this block, after its first layer
@@ -155,22 +117,22 @@ class BlocksCache(NamedTuple):
             raise ValueError("blocks: with a KV cache nothing is saved for a backward")
         dx = dy
         dparams: list[Any] = [None] * (max(self.order) + 1)
-        shared: Any = None
+        dside = SideInputs()
         dmemories: list[Any] = []  # of each layer, from the last to the first
         for i in reversed(range(len(self.blocks))):
             dlogits = None if drouter_logits is None else drouter_logits[i]
             extra = () if dlogits is None else (dlogits,)
-            dx, dblock, *dshared = self.blocks[i].backward(dx, *extra)
+            dx, dblock, of_layer = self.blocks[i].backward(dx, *extra)
             if self.own_memory:
-                dmemories.append(dshared[0])
-                dshared[0] = None
+                dmemories.append(of_layer.memory)
+                of_layer = of_layer._replace(memory=None)
             which = self.order[i]
             dparams[which] = dblock if dparams[which] is None else add(dparams[which], dblock)
             report_block(ready, self.order, i, dparams)
-            shared = dshared if shared is None else add(shared, dshared)
+            dside = dside.plus(of_layer)
         if self.own_memory:
-            shared[0] = tuple(reversed(dmemories))
-        return dx, tuple(dparams), *shared
+            dside = dside._replace(memory=tuple(reversed(dmemories)))
+        return dx, tuple(dparams), dside
 
 
 def report_block(ready: Ready | None, order: Sequence[int], i: int, dparams: Sequence[Any]) -> None:

@@ -6,18 +6,21 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.dispatch import again, contexts, is_inference, overridable
-from xformer.layers.block import BlockConfig, block, block_terms
-from xformer.layers.residual import Terms
+from xformer.layers.block import BlockConfig, BlockParams, block, block_terms
+from xformer.layers.protocol import Context, SideInputs
+from xformer.layers.residual import Terms, summed
 from xformer.showing import short
 from xformer.typing import Array
 
 
 def checkpointed(
-    *args: Any,
-    config: BlockConfig,
-    dropout_key: ops.RandomKey | None = None,
+    x: Array,
+    params: BlockParams,
+    side: SideInputs,
     r: Array | None = None,
-    **options: Any,
+    *,
+    config: BlockConfig,
+    context: Context,
 ) -> tuple[Terms, Any]:
     """`block_terms` with activation checkpointing (arXiv:1604.06174).
 
@@ -27,14 +30,15 @@ def checkpointed(
     third of the time of a step.
     """
     if is_inference():  # nothing is saved, which is less than the arguments
-        return block_terms(*args, r=r, config=config, dropout_key=dropout_key, **options)
-    y, cache = block(*args, config=config, dropout_key=dropout_key, **options)  # one array to save
+        return block_terms(x, params, side, r, config=config, context=context)
+    x = summed(x, r)
+    y, cache = block(x, params, side, config=config, context=context)  # one array to save
     router = None
     if config.experts is not None:
         router = RouterCache(cache.router.router_logits, cache.router.ids)
-    extended = None if options.get("segment_memory") is None else cache.extended
-    about = args, config, dropout_key, options, router, extended
-    return (y, None), CheckpointCache(*about, contexts())
+    extended = None if context.segment_memory is None else cache.extended
+    about = config, context, router, extended
+    return (y, None), CheckpointCache(x, params, side, *about, contexts())
 
 
 @short
@@ -53,28 +57,31 @@ class CheckpointCache(NamedTuple):
     memory, the next memory needs one more.
     """
 
-    args: tuple[Any, ...]  # x, params, memory, bias, pos, memory_pos
+    x: Array
+    params: BlockParams
+    side: SideInputs
     config: BlockConfig
-    dropout_key: ops.RandomKey | None
-    options: dict[str, Any]
+    context: Context
     router: RouterCache | None
     extended: Array | None  # of `attention`, for the next segment memory
     contexts: tuple[Any, ...]  # of the forward
 
-    def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
-        """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
+    def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Array, BlockParams, SideInputs]:
+        """Gradients of x, params and side.
 
         drouter_logits: the gradient of an auxiliary loss on the router, if any.
         """
-        return self.again(dy).backward(dy, *drouter_logits)
+        grads: tuple[Array, BlockParams, SideInputs]
+        grads = self.again(dy).backward(dy, *drouter_logits)
+        return grads
 
     def again(self, dy: Array) -> Any:
         """The cache of the block, from a second forward."""
-        x, params, memory, *rest = self.args
-        x, memory, key = held(x, memory=memory, key=self.dropout_key, dy=dy)
-        options = {"config": self.config, "dropout_key": key, **self.options}
+        key = self.context.dropout_key
+        x, memory, key = held(self.x, memory=self.side.memory, key=key, dy=dy)
+        side, context = self.side._replace(memory=memory), self.context._replace(dropout_key=key)
         with again(self.contexts):
-            return block(x, params, memory, *rest, **options)[1]
+            return block(x, self.params, side, config=self.config, context=context)[1]
 
 
 @overridable(backward=False)

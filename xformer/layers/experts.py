@@ -16,6 +16,8 @@ from xformer.dispatch import saved
 from xformer.initializers import Draw, normal
 from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams, linear
+from xformer.layers.norm import NormConfig
+from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.router import route
 from xformer.namespace import array_namespace
 from xformer.ops.activation import gated_unit, require_activation
@@ -109,6 +111,17 @@ class ExpertsConfig:
             raise ValueError(
                 f'mixture: group_top above 1 needs score "sigmoid", got {self.score!r}'
             )
+
+    def forward(
+        self,
+        x: Array,
+        params: ExpertsParams,
+        _side: SideInputs,
+        _norm: NormConfig,
+        _context: Context,
+    ) -> tuple[Array, MixtureCache]:
+        """`mixture`, as a block calls each of its layers."""
+        return mixture(x, params, config=self)
 
     def init(self, rng: Generator, d_model: int, *, draw: Draw = normal) -> ExpertsParams:
         """Initial parameters. draw: the distribution of the weights, one expert after another."""

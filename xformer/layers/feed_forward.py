@@ -11,6 +11,8 @@ from xformer.checks import number, plain_numbers, require_sizes
 from xformer.dispatch import overridable
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.linear import LinearParams, linear, linear_many
+from xformer.layers.norm import NormConfig
+from xformer.layers.protocol import Context, SideInputs, rate
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.showing import short
 from xformer.typing import Array
@@ -46,6 +48,23 @@ class FeedForwardConfig:
                     "feed_forward: chunk_len excludes dropout of the hidden units: its mask "
                     "depends on the index in the whole array"
                 )
+
+    def forward(
+        self,
+        x: Array,
+        params: FeedForwardParams,
+        _side: SideInputs,
+        _norm: NormConfig,
+        context: Context,
+    ) -> tuple[Array, Any]:
+        """`feed_forward`, as a block calls each of its layers; in chunks with a chunk_len."""
+        if self.chunk_len is not None:
+            from xformer.layers.chunked import chunked_feed_forward
+
+            options: Any = {"chunk_len": self.chunk_len, "activation": self.activation}
+            return chunked_feed_forward(x, params, **options)
+        options = {"dropout_rate": rate(self.dropout, context), "dropout_key": context.dropout_key}
+        return feed_forward(x, params, activation=self.activation, **options)
 
     def init(
         self,

@@ -14,6 +14,7 @@ from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
+from xformer.layers.protocol import Context, SideInputs, require_no
 from xformer.layers.recurrent_state import RecurrentState
 from xformer.namespace import array_namespace
 from xformer.ops.causal_conv import joined
@@ -113,32 +114,16 @@ class GatedDeltaNetConfig:
         head_norm = self.norm.init(rng, self.d_value)
         return GatedDeltaNetParams(qkv, conv, gate, beta, decay, log_rate, head_norm, o)
 
-    def attend(
+    def forward(
         self,
         x: Array,
         params: GatedDeltaNetParams,
-        bias: Array | None,
-        *,
-        rotary: Any,
-        kv_cache: RecurrentState | None,
-        mask: Array | None,
-        causal: bool,
-        dropout_key: Any,
+        side: SideInputs,
+        _norm: NormConfig,
+        context: Context,
     ) -> tuple[Array, GatedDeltaNetCache]:
-        """`gated_delta_net`, as a block calls it. mask: (B, 1, 1, S), of the keys of attention.
-
-        ValueError for arguments that only attention has.
-        """
-        for name, array in (("bias", bias), ("rotary", rotary)):
-            if array is not None:
-                raise ValueError(
-                    f"gated_delta_net: {name} must be None in this layer: it reads no positions"
-                )
-        if not causal:
-            raise ValueError("gated_delta_net: causal must be True, got False")
-        is_static = kv_cache is not None and kv_cache.write_index is not None
-        tokens = None if is_static or mask is None else _tokens(mask, x)  # slots have no padding
-        return gated_delta_net(x, params, config=self, mask=tokens, kv_cache=kv_cache)
+        """`gated_delta_net`, as a block calls each of its layers."""
+        return gated_delta_net(x, params, side, config=self, context=context)
 
 
 @short
@@ -158,10 +143,10 @@ class GatedDeltaNetParams(NamedTuple):
 def gated_delta_net(
     x: Array,
     params: GatedDeltaNetParams,
+    side: SideInputs = SideInputs(),
     *,
     config: GatedDeltaNetConfig,
-    mask: Array | None = None,
-    kv_cache: RecurrentState | None = None,
+    context: Context = Context(causal=True),
 ) -> tuple[Array, GatedDeltaNetCache]:
     """y = (silu(x w_gate) * rms_norm(heads)) w_o, heads = gated_delta_rule(q, k, v, decay, beta).
 
@@ -169,15 +154,23 @@ def gated_delta_net(
     (arXiv:2412.06464, section 3.4). decay = log_decay(x w_decay + b), beta = sigmoid(x w_beta).
 
     x, y: (B, T, D), or one sequence (T, D)
-    mask: (B, T), True = a token; x counts as 0 where it is False. None: all are tokens
-    kv_cache: the state after earlier tokens, which has no gradient. The cache's `kv_cache` is the
-        state after x; None without one.
-    ValueError for shapes that do not fit.
+    context.mask: (B, 1, 1, S), of padding as attention takes it, whose last T entries are of x; x
+        counts as 0 where it is False
+    context.kv_cache: the state after earlier tokens, which has no gradient. The cache's `kv_cache`
+        is the state after x; None without one. If it is static, mask is not read.
+    ValueError for shapes that do not fit, and for inputs that this layer cannot follow.
     """
+    require_no("gated_delta_net", side, SideInputs._fields)
+    require_no("gated_delta_net", context, ("memory_mask", "rotary", "segment_memory"))
+    if not context.causal:
+        raise ValueError("gated_delta_net: causal must be True, got False")
+    mask, kv_cache = context.mask, context.kv_cache
     shape, xp = x.shape, array_namespace(x)
     x = _batched(x)
+    if kv_cache is not None and kv_cache.write_index is not None:
+        mask = None  # slots have no padding
     if mask is not None:
-        _require_mask(mask, x)
+        mask = _tokens(mask, x)
         x = xp.where(mask[..., None], x, 0.0)
     layers = (params.qkv, params.gate, params.beta, params.decay)
     (qkv, gate, beta, decay), maps = linear_many(x, layers)
@@ -229,8 +222,8 @@ class GatedDeltaNetCache(NamedTuple):
     mask: Array | None  # (B, T)
     kv_cache: RecurrentState | None  # after x
 
-    def backward(self, dy: Array) -> tuple[Array, GatedDeltaNetParams]:
-        """Gradients of x and params. The gradient of the earlier state is dropped."""
+    def backward(self, dy: Array) -> tuple[Array, GatedDeltaNetParams, SideInputs]:
+        """Gradients of x, params and side. The gradient of the earlier state is dropped."""
         xp, shape = array_namespace(dy), dy.shape
         unit = self.d_key**-0.5
         dgated, do = self.o.backward(_batched(dy))
@@ -253,7 +246,7 @@ class GatedDeltaNetCache(NamedTuple):
         dparams = GatedDeltaNetParams(
             dqkv, dconv, dgate, dbeta, ddecay, dlog_rate, norm=dnorm, o=do
         )
-        return xp.reshape(dx, (*shape[:-1], dx.shape[-1])), dparams
+        return xp.reshape(dx, (*shape[:-1], dx.shape[-1])), dparams, SideInputs()
 
 
 def _batched(x: Array) -> Array:
@@ -282,6 +275,7 @@ def _split(x: Array, config: GatedDeltaNetConfig) -> tuple[Array, Array, Array]:
 
 def _tokens(mask: Array, x: Array) -> Array:
     """(B, T), the mask of the tokens x, the last ones of `mask` (B, 1, 1, S)."""
+    require_mask("gated_delta_net", "mask", mask, x)
     batch, n_steps = (1, *x.shape)[-3:-1]
     if mask.ndim != 4 or tuple(mask.shape[1:3]) != (1, 1) or mask.shape[3] < n_steps:
         raise ValueError(
@@ -289,12 +283,3 @@ def _tokens(mask: Array, x: Array) -> Array:
         )
     last = mask[:, 0, 0, mask.shape[3] - n_steps :]
     return array_namespace(mask).broadcast_to(last, (batch, n_steps))
-
-
-def _require_mask(mask: Array, x: Array) -> None:
-    require_mask("gated_delta_net", "mask", mask, x)
-    if tuple(mask.shape) != tuple(x.shape[:2]):
-        raise ValueError(
-            f"gated_delta_net: mask must be (B, T) = {tuple(x.shape[:2])} like x, "
-            f"got shape {tuple(mask.shape)}"
-        )

@@ -13,6 +13,7 @@ from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
+from xformer.layers.protocol import Context, SideInputs, rate, require_no
 from xformer.namespace import array_namespace
 from xformer.showing import short
 from xformer.tree import value
@@ -119,11 +120,16 @@ class LatentAttentionConfig:
         """The configuration of the norms of latent vectors."""
         return NormConfig("rms", self.eps)
 
-    def attend(
-        self, x: Array, params: LatentAttentionParams, bias: Array | None, **options: Any
+    def forward(
+        self,
+        x: Array,
+        params: LatentAttentionParams,
+        side: SideInputs,
+        _norm: NormConfig,
+        context: Context,
     ) -> tuple[Array, LatentAttentionCache]:
-        """`latent_attention`, as a block calls it."""
-        return latent_attention(x, params, bias, config=self, **options)
+        """`latent_attention`, as a block calls each of its layers."""
+        return latent_attention(x, params, side, config=self, context=context)
 
 
 @short
@@ -147,14 +153,10 @@ class LatentAttentionParams(NamedTuple):
 def latent_attention(
     x: Array,
     params: LatentAttentionParams,
-    bias: Array | None = None,
+    side: SideInputs = SideInputs(),
     *,
     config: LatentAttentionConfig,
-    rotary: layers.RopeTables | None = None,
-    kv_cache: KVCache | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    dropout_key: ops.RandomKey | None = None,
+    context: Context = Context(),
 ) -> tuple[Array, LatentAttentionCache]:
     """y = concat(heads) w_o + b_o, heads = sdpa([q, rope(q')], [k, rope(k')], v).
 
@@ -162,14 +164,18 @@ def latent_attention(
     that of all heads (arXiv:2405.04434, eq. 9 to 19).
 
     x, y: (B, T, D), or one sequence (T, D)
-    bias, mask, causal: of `ops.sdpa`
-    rotary: RoPE tables of width R; None: no rotation
-    kv_cache: c and rope(k') of earlier tokens, as its v (B, 1, S, C) and k (B, 1, S, R). The
-        cache's `kv_cache` has those of x too, and there is no backward. If it is static, mask must
-        hide the slots that are not written.
-    dropout_key: None: no dropout
-    ValueError for shapes that do not fit. Derivation: docs/derivations/latent_attention.md
+    side.bias, context.mask, causal: of `ops.sdpa`
+    context.rotary: RoPE tables of width R; None: no rotation
+    context.kv_cache: c and rope(k') of earlier tokens, as its v (B, 1, S, C) and k (B, 1, S, R).
+        The cache's `kv_cache` has those of x too, and there is no backward. If it is static, mask
+        must hide the slots that are not written.
+    ValueError for shapes that do not fit, and for other inputs, which this layer cannot follow.
+    Derivation: docs/derivations/latent_attention.md
     """
+    require_no("latent_attention", side, ("memory", "pos", "memory_pos"))
+    require_no("latent_attention", context, ("memory_mask", "segment_memory"))
+    bias = side.bias
+    mask, causal, _, rotary, kv_cache, _, dropout_key = context
     of_q: Any = params.q
     is_latent, q_norm, q_up = isinstance(of_q, LatentParams), None, None
     (q, joint), maps = linear_many(x, (of_q.down if is_latent else of_q, params.kv.down))
@@ -187,7 +193,7 @@ def latent_attention(
         "mask": mask,
         "causal": causal,
         "scale": config.head_width**-0.5 if config.scale is None else config.scale,
-        "dropout_rate": 0.0 if dropout_key is None else config.dropout,
+        "dropout_rate": rate(config.dropout, context),
         "dropout_key": dropout_key,
     }
     kv_up = core = None
@@ -233,8 +239,8 @@ class LatentAttentionCache(NamedTuple):
     d_nope: int
     kv_cache: KVCache | None  # with the latent vectors of x
 
-    def backward(self, dy: Array) -> tuple[Array, LatentAttentionParams, Array | None]:
-        """Gradients of x, params and bias. dk' is the sum over the heads that share k'.
+    def backward(self, dy: Array) -> tuple[Array, LatentAttentionParams, SideInputs]:
+        """Gradients of x, params and side. dk' is the sum over the heads that share k'.
 
         ValueError if `latent_attention` had a KV cache.
         """
@@ -259,7 +265,7 @@ class LatentAttentionCache(NamedTuple):
         dx, (dfirst, dkv_down) = self.maps.backward(dq, djoint)
         dq_params = dfirst if dq_latent is None else LatentParams(dfirst, *dq_latent)
         dkv = LatentParams(dkv_down, dkv_norm, dkv_up)
-        return dx, LatentAttentionParams(dq_params, dkv, do), dbias
+        return dx, LatentAttentionParams(dq_params, dkv, do), SideInputs(bias=dbias)
 
 
 def _turned(x: Array, rotary: layers.RopeTables | None) -> tuple[Array, Any]:

@@ -192,7 +192,7 @@ class BranchCache(NamedTuple):
     `branched` saves the same. Its sum has one term.
     """
 
-    sum: Any  # of `add_norm`; None if the sum has no norm
+    sum: Any  # of `add_norm`; None if the sum has no norm. Of g in `parallel`: of its norm
     sublayer: Any
     out_norm: Any
     scale: ScaledCache | None
@@ -254,111 +254,56 @@ def _through_branch(cache: BranchCache, dr: Array, dextra: tuple[Any, ...]) -> t
 
 def parallel(
     x: Array,
-    norm_params: NormParams | None,
-    first: Sublayer,
-    second: Sublayer,
-    second_norm: NormParams | None = None,
-    first_scale: Array | None = None,
-    second_scale: Array | None = None,
-    *,
-    config: NormConfig | None = None,
-    multiplier: float = 1.0,
-    dropout_rate: float = 0.0,
-    dropout_keys: tuple[ops.RandomKey | None, ops.RandomKey | None] = (None, None),
-) -> tuple[Array, ParallelCache]:
-    """y = x + f(norm(x)) + g(norm'(x)) (GPT-NeoX, arXiv:2204.06745, eq. 1).
-
-    x, y: (..., D)
-    norm_params: None: no norm
-    first, second: f and g, functions that return (f(x), cache)
-    second_norm: None: g reads norm(x) too (GPT-J)
-    first_scale, second_scale: (1,), numbers that multiply the outputs of f and g; None: no number
-    config: of both norms; None: LayerNorm
-    multiplier: a fixed number that multiplies the outputs of f and g
-    dropout_keys: of f and g; None: no dropout
-    ValueError for shapes that do not fit.
-    """
-    terms, cache = parallels(
-        x,
-        norm_params,
-        first,
-        second,
-        second_norm,
-        first_scale,
-        second_scale,
-        config=config,
-        multiplier=multiplier,
-        dropout_rate=dropout_rate,
-        dropout_keys=dropout_keys,
-    )
-    return summed(*terms), cache
-
-
-def parallels(
-    x: Array,
-    norm_params: NormParams | None,
-    first: Sublayer,
-    second: Sublayer,
-    second_norm: NormParams | None = None,
-    first_scale: Array | None = None,
-    second_scale: Array | None = None,
+    branches: Sequence[Branch],
     r: Array | None = None,
     *,
     config: NormConfig | None = None,
     multiplier: float = 1.0,
     dropout_rate: float = 0.0,
-    dropout_keys: tuple[ops.RandomKey | None, ops.RandomKey | None] = (None, None),
 ) -> tuple[Terms, ParallelCache]:
-    """`parallel` of x + r, with the result as two terms, for the next norm (`residuals`)."""
+    """z + f(norm(z)) + g(norm'(z)), z = x + r, as two terms (GPT-NeoX, arXiv:2204.06745, eq. 1).
+
+    x, r: (..., D)
+    branches: of f and g, without out_norm; if that of g has no norm, g reads norm(z) too (GPT-J)
+    config, multiplier, dropout_rate: of `residual`
+    ValueError for shapes that do not fit.
+    """
+    first, second = branches
     config = NormConfig() if config is None else config
-    (x, inner), norm_cache = _sum_and_norm(x, r, norm_params, config)
+    (x, inner), norm_cache = _sum_and_norm(x, r, first.norm, config)
     other, second_norm_cache = inner, None
-    if second_norm is not None:
-        other, second_norm_cache = norm(x, second_norm, config=config)
-    branches = (
-        Branch(first, None, None, first_scale, dropout_keys[0]),
-        Branch(second, None, None, second_scale, dropout_keys[1]),
-    )
-    f, first_cache = _branch(inner, branches[0], config, multiplier, dropout_rate)
-    g, second_cache = _branch(other, branches[1], config, multiplier, dropout_rate)
-    return (x + f, g), ParallelCache(norm_cache, second_norm_cache, first_cache, second_cache)
+    if second.norm is not None:
+        other, second_norm_cache = norm(x, second.norm, config=config)
+    f, f_cache = _branch(inner, first, config, multiplier, dropout_rate)
+    g, g_cache = _branch(other, second, config, multiplier, dropout_rate)
+    caches = f_cache._replace(sum=norm_cache), g_cache._replace(sum=second_norm_cache)
+    return (x + f, g), ParallelCache(caches)
 
 
 @short
 class ParallelCache(NamedTuple):
-    """Saved by `parallel` for backward: the caches of both sublayers and of their norms."""
+    """Saved by `parallel` for backward: the caches of f and g, each with that of its norm."""
 
-    norm: Any  # of `add_norm`; None: no norm
-    second_norm: Any  # None: g reads what f reads
-    first_branch: BranchCache  # of f
-    second_branch: BranchCache  # of g
+    branches: tuple[BranchCache, BranchCache]
 
-    @property
-    def first(self) -> Any:
-        """The cache of f."""
-        return self.first_branch.sublayer
+    post = False  # no norm follows a sum
 
-    @property
-    def second(self) -> Any:
-        """The cache of g."""
-        return self.second_branch.sublayer
-
-    def backward(self, dy: Array, *dextra: Any) -> tuple[Any, ...]:
-        """Gradients of x, both norms and both scales, and two tuples: f's and g's after dx.
+    def backward(self, dy: Array, *dextra: Any) -> tuple[Array, list[tuple[Any, ...]]]:
+        """The gradient of x + r, and a tuple for each branch, as from `ResidualsCache.backward`.
 
         dextra: arguments of g's backward after dy.
         """
-        dinner, _, dfirst_scale, *dfirst = _through_branch(self.first_branch, dy, ())
-        dother, _, dsecond_scale, *dsecond = _through_branch(self.second_branch, dy, dextra)
+        f, g = self.branches
+        dinner, *first = _through_branch(f, dy, ())
+        dother, *second = _through_branch(g, dy, dextra)
         dnorm = dsecond_norm = None
-        if self.second_norm is None:
+        if g.sum is None:
             dinner, ds = dinner + dother, dy
         else:
-            dother, dsecond_norm = self.second_norm.backward(dother)
+            dother, dsecond_norm = g.sum.backward(dother)
             ds = dy + dother
-        if self.norm is None:
+        if f.sum is None:
             dx = ds + dinner
         else:
-            dx, _, dnorm = self.norm.backward(ds, dinner)
-        scales = dfirst_scale, dsecond_scale
-        return dx, dnorm, dsecond_norm, *scales, tuple(dfirst), tuple(dsecond)
+            dx, _, dnorm = f.sum.backward(ds, dinner)
+        return dx, [(dnorm, *first), (dsecond_norm, *second)]

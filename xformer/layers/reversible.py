@@ -11,12 +11,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from xformer import ops
 from xformer.dispatch import again, contexts, saved
-from xformer.layers.block import SITES, BlockConfig, BlockParams, block_gradients, branches_of
+from xformer.layers.block import BlockConfig, BlockParams, block_gradients, branches_of
 from xformer.layers.blocks import BlocksCache, add, order_of, report_block
 from xformer.layers.checkpoint import held
-from xformer.layers.kv_cache import KVCache
+from xformer.layers.protocol import Context, SideInputs, rate
 from xformer.layers.residual import BranchCache, branched
-from xformer.layers.rope_tables import RopeTables
 from xformer.ready import Ready
 from xformer.shapes import STORED, dtype_name
 from xformer.showing import short
@@ -28,14 +27,10 @@ _Branch = Callable[[Array], tuple[Array, BranchCache]]
 def reversible(
     x: Array,
     params: tuple[BlockParams, ...],
-    bias: Array | None = None,
-    pos: Array | None = None,
+    side: SideInputs,
     *,
     configs: Sequence[BlockConfig],
-    rotary: Sequence[RopeTables | None],
-    kv_cache: Sequence[KVCache] | None = None,
-    dropout_key: ops.RandomKey | None = None,
-    **options: Any,
+    context: Context,
 ) -> tuple[Array, BlocksCache | ReversibleCache]:
     """y = (x1 + x2) / 2 after all blocks; x1 = x2 = x before (arXiv:2001.04451, section 3).
 
@@ -44,7 +39,7 @@ def reversible(
     streams after the last block are saved, whatever the number of blocks.
 
     x, y: (B, T, D) or (T, D)
-    rotary: of each layer
+    context.rotary: of each layer
     For the other arguments see `layers.blocks`.
     ValueError for shapes and numbers that do not fit. TypeError for bfloat16 and float16: an input
     that is rebuilt from rounded numbers is off, and the errors add up over the blocks.
@@ -54,11 +49,16 @@ def reversible(
             f"blocks: reversible blocks must be float32 or float64, since backward rebuilds their "
             f"inputs, got {dtype_name(x)}"
         )
-    network = _Network(params, bias, pos, configs, order_of(params, configs), rotary, options)
+    if context.segment_memory is not None:
+        raise ValueError("blocks: reversible excludes segment_memory")
+    if not (side.memory is None and side.memory_pos is None and context.memory_mask is None):
+        raise ValueError("blocks: reversible blocks have no cross-attention, got a memory")
+    kept = context._replace(kv_cache=None, dropout_key=None)
+    network = _Network(params, side, configs, order_of(params, configs), kept)
     kv_caches: list[Any] = []
     x1 = x2 = x
     for i in range(len(configs)):
-        f, g = network.branches(i, dropout_key, None if kv_cache is None else kv_cache[i])
+        f, g = network.branches(i, context)
         r, cache = f(x2)
         kv_caches.append(cache.sublayer.kv_cache)
         del cache  # frees it before the next sublayer runs
@@ -66,35 +66,28 @@ def reversible(
         r, _ = g(x1)
         x2 = x2 + r
     y = (x1 + x2) / 2
-    if kv_cache is not None:
+    if context.kv_cache is not None:
         return y, BlocksCache((), network.order, False, tuple(kv_caches))
-    return y, saved(ReversibleCache(x1, x2, network, dropout_key, contexts()))
+    return y, saved(ReversibleCache(x1, x2, network, context.dropout_key, contexts()))
 
 
 class _Network(NamedTuple):
     """The blocks and their common arguments. It holds no activations."""
 
     params: tuple[BlockParams, ...]
-    bias: Array | None
-    pos: Array | None
+    side: SideInputs
     configs: Sequence[BlockConfig]
     order: tuple[int, ...]  # the index of each layer's block
-    rotary: Sequence[RopeTables | None]  # of each layer
-    options: dict[str, Any]  # mask and causal
+    context: Context  # without KV cache and dropout key
 
-    def branches(
-        self, i: int, dropout_key: ops.RandomKey | None, kv_cache: KVCache | None = None
-    ) -> list[_Branch]:
+    def branches(self, i: int, context: Context) -> list[_Branch]:
         """f and g of layer i."""
-        config, key = self.configs[i], None if dropout_key is None else dropout_key.at(SITES * i)
-        options: Any = {"config": config, "kv_cache": kv_cache, "dropout_key": key, **self.options}
-        options["rotary"] = self.rotary[i]
-        block = self.params[self.order[i]]
+        config, of_layer = self.configs[i], context.of_layer(i)
         around: Any = {"config": config.norm, "multiplier": config.residual_multiplier}
-        around["dropout_rate"] = 0.0 if key is None else config.dropout
+        around["dropout_rate"] = rate(config.dropout, of_layer)
         return [
             partial(branched, branch=branch, **around)
-            for branch in branches_of(block, None, self.bias, self.pos, **options)
+            for branch in branches_of(self.params[self.order[i]], self.side, config, of_layer)
         ]
 
 
@@ -123,10 +116,8 @@ class ReversibleCache(NamedTuple):
         drouter_logits: Sequence[None] | None = None,
         *,
         ready: Ready | None = None,
-    ) -> tuple[Any, ...]:
-        """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
-
-        The gradients of memory and memory_pos are None, since there is no cross-attention.
+    ) -> tuple[Array, tuple[BlockParams, ...], SideInputs]:
+        """Gradients of x, params and side.
 
         For each block, from the last to the first:
         - A second forward of g at y1 gives x2 = y2 - g(y1); its backward gives
@@ -146,19 +137,19 @@ class ReversibleCache(NamedTuple):
         y1, y2, network, key, _ = self
         dy1 = dy2 = dy / 2
         dparams: list[Any] = [None] * (max(network.order) + 1)
-        shared: Any = None
+        dside = SideInputs()
         for i in reversed(range(len(network.configs))):
             y1, _, key = held(y1, memory=None, key=key, dy=dy2)
-            f, g = network.branches(i, key)
+            f, g = network.branches(i, network.context._replace(dropout_key=key))
             x2, dy1, ffn = self._through(g, y1, y2, dy1, dy2)
             x1, dy2, attn = self._through(f, x2, y1, dy2, dy1)
             y1, y2 = x1, x2  # the outputs of the block before
-            dblock, *dshared = block_gradients(attn, ffn)
+            dblock, of_layer = block_gradients(attn, ffn)
             which = network.order[i]
             dparams[which] = dblock if dparams[which] is None else add(dparams[which], dblock)
             report_block(ready, network.order, i, dparams)
-            shared = dshared if shared is None else add(shared, dshared)
-        return dy1 + dy2, tuple(dparams), *shared
+            dside = dside.plus(of_layer)
+        return dy1 + dy2, tuple(dparams), dside
 
     def _through(
         self, f: _Branch, x: Array, y: Array, dx: Array, dy: Array

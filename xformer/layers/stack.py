@@ -10,12 +10,12 @@ from xformer.backends import Generator
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
 from xformer.layers.attention_config import AttentionConfig
-from xformer.layers.block import NO_CROSS, SITES, BlockConfig, BlockParams
+from xformer.layers.block import NO_CROSS, BlockConfig, BlockParams
 from xformer.layers.blocks import blocks, order_of
 from xformer.layers.fit import require_blocks
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.norm import NormParams, norm
-from xformer.layers.rope_by_layer import LayerTables
+from xformer.layers.protocol import SITES, Context, SideInputs, rate
 from xformer.ops.sum_to import sum_to
 from xformer.ready import Ready, report
 from xformer.showing import short
@@ -72,88 +72,66 @@ class StackParams(NamedTuple):
 def stack(
     x: Array,
     params: StackParams,
-    memory: Array | Sequence[KeyValue] | None = None,
-    bias: Array | None = None,
-    pos: Array | None = None,
-    memory_pos: Array | None = None,
+    side: SideInputs = SideInputs(),
     *,
     configs: Sequence[BlockConfig],
+    context: Context = Context(),
     relative_bias: layers.RelativeConfig | None = None,
-    rotary: LayerTables = None,
-    kv_cache: Sequence[KVCache] | None = None,
     n_cached: int | Array = 0,
-    segment_memory: Sequence[Array] | None = None,
-    mask: Array | None = None,
-    causal: bool = False,
-    memory_mask: Array | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: ops.RandomKey | None = None,
     activation_checkpointing: bool = False,
 ) -> tuple[Array, StackCache]:
-    """y = dropout(norm(block_n(... block_1(x)))). Every block gets memory, bias and positions.
+    """y = dropout(norm(block_n(... block_1(x)))). Every block gets side and context.
 
     x, y: (B, T, D), or one sequence (T, D)
     params: of each block; with fewer blocks than layers, equal runs of layers share a block
         (ALBERT, arXiv:1909.11942). With params.memory, the memory is projected to keys and values
         once for all blocks. Without params.norm there is no final norm.
-    memory: (B, S, D) or (S, D); for decoding, keys and values for each layer (`memory_of`); None
-        without cross-attention
-    bias, pos, memory_pos, mask, causal, memory_mask, dropout_key: of `layers.block`
-    rotary: RoPE tables of all layers, or a sequence of tables or None for each layer
+    side.memory: (B, S, D) or (S, D); for decoding, keys and values for each layer (`memory_of`);
+        None without cross-attention
     configs: one for each layer
+    context: of `layers.blocks`. With a KV cache the result's cache has the new ones.
     relative_bias: the configuration of params.relative_bias; the relative bias is added to bias
-    kv_cache: of each layer, for decoding. The cache then has the new KV caches, and nothing is
-        saved for backward.
     n_cached: the number of tokens before x, including those that windows have dropped; for a static
         KV cache an integer array (). It is used only with relative_bias.
-    segment_memory: of each layer, of `layers.blocks`
     dropout_rate: of y
     activation_checkpointing: each block saves only its arguments, and runs again in backward; the
         gradients are the same
     ValueError for shapes and numbers that do not fit.
     """
     require_configs("stack", configs)
+    bias_shape = None if side.bias is None else tuple(side.bias.shape)
     memory_cache = relative_bias_cache = None
-    if isinstance(memory, Sequence):
+    if isinstance(side.memory, Sequence):
         params = _without_memory(params)
     elif params.memory is not None:
-        if memory is None:
+        if side.memory is None:
             raise ValueError("stack: params.memory needs a memory, got None")
         heads = _memory_heads(configs[0])
-        memory, memory_cache = key_value(memory, params.memory, memory_pos, **heads)
-        memory_pos = None  # the keys and values include it
-    bias_shape = None if bias is None else tuple(bias.shape)
+        memory, memory_cache = key_value(side.memory, params.memory, side.memory_pos, **heads)
+        side = side._replace(memory=memory, memory_pos=None)  # the keys and values include it
     if (params.relative_bias is None) != (relative_bias is None):
         raise ValueError(
             "stack: params.relative_bias and relative_bias need each other, got only one"
         )
     if relative_bias is not None:
-        sizes = _sizes(x.shape[-2], kv_cache, n_cached)
+        sizes = _sizes(x.shape[-2], context.kv_cache, n_cached)
         table = value(params.relative_bias)
-        more, relative_bias_cache = layers.relative_bias(table, config=relative_bias, **sizes)
-        bias = more if bias is None else bias + more
+        bias, relative_bias_cache = layers.relative_bias(table, config=relative_bias, **sizes)
+        side = side._replace(bias=bias if side.bias is None else side.bias + bias)
     x, blocks_cache = blocks(
         x,
         params.blocks,
-        memory,
-        bias,
-        pos,
-        memory_pos,
+        side,
         configs=configs,
-        rotary=rotary,
-        kv_cache=kv_cache,
-        segment_memory=segment_memory,
-        mask=mask,
-        causal=causal,
-        memory_mask=memory_mask,
-        dropout_key=dropout_key,
+        context=context,
         activation_checkpointing=activation_checkpointing,
     )
     norm_cache = None
     if params.norm is not None:
         x, norm_cache = norm(x, params.norm, config=configs[-1].norm)
-    key = None if dropout_key is None else dropout_key.at(SITES * len(configs) + 1)
-    y, drop = ops.dropout(x, rate=0.0 if key is None else dropout_rate, key=key)
+    key = context.dropout_key and context.dropout_key.at(SITES * len(configs) + 1)
+    y, drop = ops.dropout(x, rate=rate(dropout_rate, context), key=key)
     frozen = isinstance(params.relative_bias, Frozen)
     return y, StackCache(
         blocks_cache, norm_cache, memory_cache, drop, relative_bias_cache, bias_shape, frozen
@@ -184,8 +162,8 @@ class StackCache(NamedTuple):
         drouter_logits: Sequence[Any] | None = None,
         *,
         ready: Ready | None = None,
-    ) -> tuple[Any, ...]:
-        """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
+    ) -> tuple[Array, StackParams, SideInputs]:
+        """Gradients of x, params and side.
 
         drouter_logits: for each layer, the gradient of an auxiliary loss on its router, or None.
         ready: called with the name and the gradients of each part of params ("norm", "blocks.0",
@@ -196,21 +174,20 @@ class StackCache(NamedTuple):
         if self.norm is not None:
             dy, dnorm = self.norm.backward(dy)
             report(ready, "norm", dnorm)
-        dx, dblocks, dmemory, dbias, dpos, dmemory_pos = self.layers.backward(
-            dy, drouter_logits, ready=ready
-        )
+        dx, dblocks, dside = self.layers.backward(dy, drouter_logits, ready=ready)
         dmemory_params = drelative_bias = None
         if self.memory is not None:
-            dmemory, dmemory_params, dmemory_pos = self.memory.backward(*dmemory)
+            dmemory, dmemory_params, dmemory_pos = self.memory.backward(*dside.memory)
+            dside = dside._replace(memory=dmemory, memory_pos=dmemory_pos)
             report(ready, "memory", dmemory_params)
         if self.relative_bias is not None and not self.frozen_relative_bias:
             drelative_bias = self.relative_bias.backward(
-                sum_to(dbias, shape=(1, *dbias.shape[-3:]))
+                sum_to(dside.bias, shape=(1, *dside.bias.shape[-3:]))
             )
             report(ready, "relative_bias", drelative_bias)
-        dbias = None if self.bias_shape is None else sum_to(dbias, shape=self.bias_shape)
+        dbias = None if self.bias_shape is None else sum_to(dside.bias, shape=self.bias_shape)
         dparams = StackParams(dblocks, dnorm, dmemory_params, drelative_bias)
-        return dx, dparams, dmemory, dbias, dpos, dmemory_pos
+        return dx, dparams, dside._replace(bias=dbias)
 
 
 def memory_of(

@@ -9,6 +9,7 @@ from array_api_compat import device
 from xformer.checks import as_indices
 from xformer.layers.advance import advance
 from xformer.layers.kv_cache import require_rows
+from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.rope_by_layer import frequency_length, max_unscaled_len, tables_of
 from xformer.models.state import DecodeState, appended_mask, position_ids
 from xformer.namespace import array_namespace
@@ -40,18 +41,15 @@ def decode(
     kv_cache = state.static_kv_cache() if state.is_static else state.kv_cache
     if model.memory_len is not None and not state.is_static:
         kv_cache = tuple(layer.last(model.memory_len) for layer in kv_cache)
+    bias = model._alibi(x, x.shape[1], n_keys, state.write_index)
     x, kv_cache = advance(
         x,
         params.stack,
-        None,
-        model._alibi(x, x.shape[1], n_keys, state.write_index),
-        pos,
+        SideInputs(bias=bias, pos=pos),
         configs=model.blocks,
-        kv_cache=kv_cache,
+        context=Context(key_mask, rotary=rotary, kv_cache=kv_cache),
         n_cached=state.length,
         relative_bias=model.relative_bias,
-        rotary=rotary,
-        mask=key_mask,
     )
     x = x if all_logits else x[:, -1:, :]
     logits, _ = model.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]

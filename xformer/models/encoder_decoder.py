@@ -17,9 +17,10 @@ from xformer.initializers import normal, xavier_uniform
 from xformer.layers.advance import advance
 from xformer.layers.attention import KeyValue
 from xformer.layers.attention_config import AttentionConfig
-from xformer.layers.block import SITES, BlockConfig
+from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.kv_cache import KVCache, require_rows, truncated
+from xformer.layers.protocol import SITES, Context, SideInputs
 from xformer.layers.relative import RelativeConfig
 from xformer.layers.stack import (
     StackParams,
@@ -196,12 +197,11 @@ class EncoderDecoder:
         memory, stack_cache = stack(
             x,
             params.encoder,
-            pos=pos,
+            SideInputs(pos=pos),
             configs=self.encoder,
+            context=Context(_key_mask("src_mask", src_mask, src), dropout_key=keys[1]),
             relative_bias=self.encoder_relative_bias,
-            mask=_key_mask("src_mask", src_mask, src),
             dropout_rate=self.out_dropout,
-            dropout_key=keys[1],
             activation_checkpointing=self.activation_checkpointing,
         )
         return (memory, pos), saved(EncodeCache(embed_cache, stack_cache))
@@ -254,20 +254,15 @@ class EncoderDecoder:
         keys = dropout_streams(dropout_key, n_layers)
         embedding: Any = params.src_embed if self.shared_embed else params.tgt_embed
         (x, pos), embed_cache = _embedded("tgt", embedding, self.target_embed, tgt, keys[0])
+        masks = _key_mask("tgt_mask", tgt_mask, tgt), _key_mask("src_mask", src_mask, memory)
         x, stack_cache = stack(
             x,
             params.decoder,
-            memory,
-            None,
-            pos,
-            memory_pos,
+            SideInputs(memory, None, pos, memory_pos),
             configs=self.decoder,
+            context=Context(masks[0], True, masks[1], dropout_key=keys[1]),
             relative_bias=self.decoder_relative_bias,
-            mask=_key_mask("tgt_mask", tgt_mask, tgt),
-            causal=True,
-            memory_mask=_key_mask("src_mask", src_mask, memory),
             dropout_rate=self.out_dropout,
-            dropout_key=keys[1],
             activation_checkpointing=self.activation_checkpointing,
         )
         y, head_cache = top(x, params.head, None if embedding is None else embedding.table)
@@ -412,18 +407,19 @@ class EncoderDecoder:
             )
         embedding: Any = params.src_embed if self.shared_embed else params.tgt_embed
         (x, pos), _ = embed(embedding, ids=tokens, config=self.target_embed, start=state.length)
+        context = Context(
+            target.key_mask(tokens.shape[1])[:, None, :, :] if target.is_static else None,
+            memory_mask=_key_mask("src_mask", state.src_mask, state.memory[0].k[:, 0, :, :]),
+            kv_cache=target.static_kv_cache() if target.is_static else state.kv_cache,
+        )
         x, kv_cache = advance(
             x,
             params.decoder,
-            state.memory,
-            None,
-            pos,
+            SideInputs(state.memory, pos=pos),
             configs=self.decoder,
-            kv_cache=target.static_kv_cache() if target.is_static else state.kv_cache,
+            context=context,
             n_cached=state.length,
             relative_bias=self.decoder_relative_bias,
-            mask=target.key_mask(tokens.shape[1])[:, None, :, :] if target.is_static else None,
-            memory_mask=_key_mask("src_mask", state.src_mask, state.memory[0].k[:, 0, :, :]),
         )
         logits, _ = self.head.forward(
             x if all_logits else x[:, -1:, :], params.head, embedding.table
@@ -541,9 +537,8 @@ class EncodeCache(NamedTuple):
         ready: called with the name and the gradients of each part of the encoder
             ("encoder.blocks.0", "encoder.norm", ...), as soon as they are complete
         """
-        dx, dencoder, _, _, dself_pos, _ = self.stack.backward(
-            dmemory, ready=below(ready, "encoder")
-        )
+        dx, dencoder, dside = self.stack.backward(dmemory, ready=below(ready, "encoder"))
+        dself_pos = dside.pos
         if dself_pos is not None and dpos is not None:
             dself_pos = dself_pos + dpos
         dembed = None if self.embed is None else self.embed.backward(dx, dself_pos)
@@ -573,14 +568,12 @@ class DecodeCache(NamedTuple):
         if self.head is not None:
             dy, dhead, dtable = self.head.backward(dy)
             report(ready, "head", dhead)
-        dx, ddecoder, dmemory, _, dpos, dmemory_pos = self.stack.backward(
-            dy, ready=below(ready, "decoder")
-        )
-        dembed = None if self.embed is None else self.embed.backward(dx, dpos)
+        dx, ddecoder, dside = self.stack.backward(dy, ready=below(ready, "decoder"))
+        dembed = None if self.embed is None else self.embed.backward(dx, dside.pos)
         if dtable is not None and dembed is not None:
             dembed = dembed._replace(table=dembed.table + dtable)
         dtgt = None if self.embed is not None else dx
-        return dembed, ddecoder, dhead, dmemory, dmemory_pos, dtgt
+        return dembed, ddecoder, dhead, dside.memory, dside.memory_pos, dtgt
 
 
 @short

@@ -21,9 +21,10 @@ from xformer.checks import (
 )
 from xformer.dispatch import inference, saved
 from xformer.initializers import normal
-from xformer.layers.block import SITES, BlockConfig
+from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.kv_cache import Window, require_rows, truncated
+from xformer.layers.protocol import SITES, Context, SideInputs
 from xformer.layers.recurrent_state import RecurrentState, empty_cache, is_recurrent
 from xformer.layers.rope_by_layer import (
     LayerTables,
@@ -310,20 +311,21 @@ class LanguageModel:
             positions = position_ids(mask) if positions is None else positions
         (x, pos), embed_cache = self._embedded(params, tokens, positions, types=types, key=keys[0])
         length = tokens.shape[1]  # x may be a part of the sequence
+        context = Context(
+            None if mask is None else mask[:, None, None, :],
+            self.causal,
+            rotary=self._rotary(x, length, positions, math.inf if are_given else length),
+            segment_memory=None if memory is None else memory.written,
+            dropout_key=keys[1],
+        )
         y, stack_cache = stack(
             x,
             params.stack,
-            None,
-            self._alibi(x, length, length),
-            pos,
+            SideInputs(bias=self._alibi(x, length, length), pos=pos),
             configs=self.blocks,
+            context=context,
             relative_bias=self.relative_bias,
-            rotary=self._rotary(x, length, positions, math.inf if are_given else length),
-            mask=None if mask is None else mask[:, None, None, :],
-            causal=self.causal,
-            segment_memory=None if memory is None else memory.written,
             dropout_rate=self.out_dropout,
-            dropout_key=keys[1],
             activation_checkpointing=self.activation_checkpointing,
         )
         return y, HiddenCache(embed_cache, stack_cache)
@@ -688,10 +690,8 @@ class HiddenCache(NamedTuple):
         ready: called with the name and the gradients of each part of the stack
             ("stack.blocks.0", "stack.norm", ...), as soon as they are complete
         """
-        dx, dstack, _, _, dpos, _ = self.stack.backward(
-            dx, drouter_logits, ready=below(ready, "stack")
-        )
-        dembed = None if self.embed is None else self.embed.backward(dx, dpos)
+        dx, dstack, dside = self.stack.backward(dx, drouter_logits, ready=below(ready, "stack"))
+        dembed = None if self.embed is None else self.embed.backward(dx, dside.pos)
         grads = LanguageModelParams(dembed, dstack, None)
         return grads, dx if self.embed is None else None
 

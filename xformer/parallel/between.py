@@ -62,7 +62,7 @@ class BetweenCache(NamedTuple):
         return getattr(self.inner, name)
 
     def backward(self, dy: Array, *dextra: Any) -> tuple[Any, ...]:
-        """Gradients of x and params, then what the sublayer's backward returns after these.
+        """Gradients of x and params, and of side if the sublayer reads one.
 
         What every process has and uses for its own heads or units enters as x does: its gradient is
         the sum over all processes. These are some of the parameters (the norms of heads, Shaw's
@@ -72,14 +72,18 @@ class BetweenCache(NamedTuple):
             sum must have it once.
         """
         dextra = dextra if self.world.rank == 0 else ()
-        dx, dparams, *rest = self.inner.backward(self.out.backward(dy), *dextra)
+        dx, dparams, *sides = self.inner.backward(self.out.backward(dy), *dextra)
         dx = self.into.backward(dx)
         leaves = tree.flatten(dparams)
         copied = {k: dp for k, dp in leaves.items() if cut_of(k, self.cuts) == COPIED}
-        # After attention: memory, bias, pos and memory_pos. A KeyValue has own heads only.
-        entered = [i for i, dz in enumerate(rest) if i != 1 and hasattr(dz, "shape")]
-        sums = iter(reduced([*copied.values(), *(rest[i] for i in entered)], self.world))
+        # A KeyValue has own heads only.
+        entered = {
+            name: dz
+            for dside in sides
+            for name, dz in dside._asdict().items()
+            if name != "bias" and hasattr(dz, "shape")
+        }
+        sums = iter(reduced([*copied.values(), *entered.values()], self.world))
         leaves |= {name: next(sums) for name in copied}
-        for i in entered:
-            rest[i] = next(sums)
-        return dx, tree.unflatten(dparams, leaves), *rest
+        entered = {name: next(sums) for name in entered}
+        return dx, tree.unflatten(dparams, leaves), *(dside._replace(**entered) for dside in sides)

@@ -20,7 +20,7 @@ from xformer.layers import (
     FeedForwardConfig,
     StackParams,
 )
-from xformer.layers.block import NORMS, BlockCache
+from xformer.layers.block import NORMS
 from xformer.models import LanguageModel, LMHead
 from xformer.ops._loss import one
 from xformer.plots.style import line_of, orders_of_magnitude, panels, styled
@@ -160,11 +160,10 @@ def _apart(depths: Sequence[int]) -> list[int]:
 
 def _input(block: Any) -> Array:
     """The input of a block, from its cache."""
-    is_parallel = not isinstance(block, BlockCache)
-    norm = block.both.norm if is_parallel else block.attn.sum
-    if norm is None or (not is_parallel and block.chain.post):
-        return (block.both.first if is_parallel else block.attn.sublayer).maps.x
-    return norm.norm.norm.x
+    x: Array
+    norm = block.attn.sum
+    x = block.attn.sublayer.maps.x if norm is None or block.chain.post else norm.norm.norm.x
+    return x
 
 
 def _rms(x: Array) -> float:

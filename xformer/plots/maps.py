@@ -10,7 +10,6 @@ import numpy as np
 from xformer import backends
 from xformer.dispatch import reference_only
 from xformer.generation.prefix import backend_of_params
-from xformer.layers.block import BlockCache
 from xformer.measure import blocks_of
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.typing import Array
@@ -46,19 +45,14 @@ def attention_maps(
     with backend_of_params(params).active(), reference_only():
         if isinstance(network, LanguageModel):
             _, cache = network.hidden(params, tokens)
-            caches = [_self_attention(block) for block in cache.stack.blocks]
-            return {"self": _on_host(caches)}
+            return {"self": _on_host([block.attn.sublayer for block in cache.stack.blocks])}
         _, both = network.forward(params, tokens, target)
     decoder = both.decode.stack.blocks
     return {
-        "encoder": _on_host([_self_attention(block) for block in both.encode.stack.blocks]),
-        "decoder": _on_host([_self_attention(block) for block in decoder]),
+        "encoder": _on_host([block.attn.sublayer for block in both.encode.stack.blocks]),
+        "decoder": _on_host([block.attn.sublayer for block in decoder]),
         "cross": _on_host([block.cross.sublayer for block in decoder]),
     }
-
-
-def _self_attention(block: Any) -> Any:
-    return block.attn.sublayer if isinstance(block, BlockCache) else block.both.first
 
 
 def _on_host(caches: list[Any]) -> tuple[np.ndarray, ...]:
