@@ -272,8 +272,8 @@ def test_a_wrong_gradient(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["16"], "n must be an int of at least 17, got 16"),
-        (["10001"], "n must be at most 10000, got 10001"),
+        (["16"], "--digits must be an int of at least 17, got 16"),
+        (["10001"], "--digits must be at most 10000, got 10001"),
         (["50", "--exact"], "--digits is not possible with --exact or --backend"),
         (["50", "--backend", "numpy"], "--digits is not possible with --exact or --backend"),
     ],
