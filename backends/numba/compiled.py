@@ -118,7 +118,7 @@ def _adapt_cache(cache: Any) -> None:
     cache._cache_file._source_stamp = _sources()
 
 
-class _CacheFile(IndexDataCacheFile):
+class _CacheFile(IndexDataCacheFile):  # type: ignore[misc]
     """numba's files of a function, each with a digest of its bytes and numba's version at its end.
 
     Machine code of which a byte is wrong would end the process. A file that is empty, cut or

@@ -18,7 +18,7 @@ from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
 
 
-class Function(CPUDispatcher):
+class Function(CPUDispatcher):  # type: ignore[misc]
     """A compiled function. Called from Python it is as numba's; compiled callers link it in."""
 
     @functools.cached_property
@@ -34,7 +34,7 @@ class Function(CPUDispatcher):
         return self.linked.get_overload(sig)
 
 
-class _Linked(CPUDispatcher):
+class _Linked(CPUDispatcher):  # type: ignore[misc]
     """A function that Python does not call. Literal arguments do not make versions of their own."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
@@ -44,7 +44,7 @@ class _Linked(CPUDispatcher):
         self.overloads[tuple(cres.signature.args)] = cres
 
 
-class _Library(JITCodeLibrary):
+class _Library(JITCodeLibrary):  # type: ignore[misc]
     """The LLVM code of a function and of its callees, optimised once and never run."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
@@ -60,7 +60,7 @@ class _Library(JITCodeLibrary):
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
-class _Lowering(NativeLowering):
+class _Lowering(NativeLowering):  # type: ignore[misc]
     """numba's pass from typed code to LLVM code, into a `_Library`."""
 
     _name = "linked_lowering"
@@ -75,7 +75,7 @@ class _Lowering(NativeLowering):
         return True
 
 
-class _Compiler(CompilerBase):
+class _Compiler(CompilerBase):  # type: ignore[misc]
     """numba's compiler, with `_Lowering`."""
 
     def define_pipelines(self) -> Any:

@@ -138,9 +138,10 @@ remainder = _binary("remainder", "Mod")  # of integers, with the sign of y
 @_folded
 def log1p(x: Array, /) -> Array:
     """log(u) x / (u - 1) with u = 1 + x, which is rounded: its error cancels. x where u is 1."""
-    u = 1 + x
-    is_one = equal(u, 1)
-    return where(is_one, x, log(u) * x / where(is_one, 1.0, u - 1))
+    v: Any = x
+    u = 1 + v
+    is_one, log_u = equal(u, 1), log(u)
+    return where(is_one, x, multiply(log_u, v / where(is_one, 1.0, u - 1)))
 
 
 @_folded

@@ -65,8 +65,8 @@ class Parser(argparse.ArgumentParser):
 
     def _taken_by(self, value: Any) -> str:
         """The end of a message: another option that has this choice."""
-        options = (a for a in self._actions if a.option_strings and a.choices is not None)
-        names = (a.option_strings[0] for a in options if value in a.choices)
+        options = (a for a in self._actions if a.option_strings)
+        names = (a.option_strings[0] for a in options if value in (a.choices or ()))
         return next((f"; {name} takes {value}" for name in names), "")
 
     def error(self, message: str) -> NoReturn:

@@ -251,8 +251,8 @@ def block_terms(
     options: Any = {"config": config.norm, "multiplier": config.residual_multiplier}
     options["dropout_rate"] = rate(config.dropout, context)
     if config.parallel:
-        terms, chain = parallel(x, branches, r, **options)
-        return terms, BlockCache(chain)
+        terms, both = parallel(x, branches, r, **options)
+        return terms, BlockCache(both)
     placement = "post" if config.norm_placement == "post" else "pre"
     terms, chain = residuals(x, branches, r, norm_placement=placement, **options)
     return terms, BlockCache(chain)
@@ -281,8 +281,8 @@ def branches_of(
         of_layer = getattr(params, name)
         _require_kind(name, layer, of_layer)
         fn = config.sublayer(_bound(layer, of_layer, inputs, config.norm, how))
-        around = (getattr(params, f"{name}_{part}") for part in ("norm", "out_norm", "scale"))
-        branches.append(Branch(fn, *around, after))
+        around = {part: getattr(params, f"{name}_{part}") for part in ("norm", "out_norm", "scale")}
+        branches.append(Branch(fn, **around, dropout_key=after))
     return branches
 
 

@@ -286,7 +286,10 @@ class ParallelCache(NamedTuple):
 
     branches: tuple[BranchCache, BranchCache]
 
-    post = False  # no norm follows a sum
+    @property
+    def post(self) -> bool:
+        """Whether a norm follows a sum: never."""
+        return False
 
     def backward(self, dy: Array, *dextra: Any) -> tuple[Array, list[tuple[Any, ...]]]:
         """The gradient of x + r, and a tuple for each branch, as from `ResidualsCache.backward`.

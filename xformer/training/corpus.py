@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,8 @@ def make_vocabulary(
     if vocabulary is None:
         return Bytes()
     if not callable(vocabulary):
-        if isinstance(vocabulary, str):
+        given: Any = vocabulary
+        if isinstance(given, str):
             named = f"training.named_vocabulary({vocabulary!r:.100})"
             raise TypeError(f"vocabulary must be a Vocabulary, got a name: {named} makes it")
         return vocabulary

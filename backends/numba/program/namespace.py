@@ -10,7 +10,7 @@ import builtins
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import array_api_compat.numpy as xp
+import array_api_compat.numpy
 import numpy as np
 
 from xformer.backends.numba.program import elementwise, indexed, reduce, typed
@@ -24,6 +24,7 @@ from xformer.backends.numba.program.traced import (
 )
 
 Shape = tuple[int, ...]
+xp: Any = array_api_compat.numpy
 
 ELEMENTWISE = (
     *("abs", "acos", "add", "asin", "atan", "atan2", "bitwise_and", "bitwise_invert"),
