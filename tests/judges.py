@@ -182,7 +182,7 @@ def _require_within(got: Values, wanted: Values, limits: dict[str, float]) -> No
 
 def outputs(y: Any) -> tuple[Any, ...]:
     """The arrays that a function returns beside its cache."""
-    return tuple(y) if isinstance(y, tuple) else (y,)
+    return tuple(y) if issubclass(type(y), tuple) else (y,)
 
 
 def douts(backend: Backend, y: Any, dtype: str = "float64") -> tuple[Any, ...]:
@@ -193,7 +193,7 @@ def douts(backend: Backend, y: Any, dtype: str = "float64") -> tuple[Any, ...]:
 
 def gradients(args: tuple[Any, ...], returned: Any) -> tuple[Any, ...]:
     """What `cache.backward` returned, as a tuple in the order of args."""
-    several = isinstance(returned, tuple) and not hasattr(returned, "_fields")
+    several = issubclass(type(returned), tuple) and not hasattr(returned, "_fields")
     return returned[: len(args)] if several else (returned,)
 
 
