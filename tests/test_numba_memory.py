@@ -123,8 +123,8 @@ def test_ids_that_are_refilled_after_their_check(
     wanted, buffer = compute(IDS), IDS.copy()
 
     def refill(run: Any) -> Any:
-        def checked(ids: Array, *, size: int) -> bool:
-            answer: bool = run(ids, size=size)
+        def checked(ids: Array, **options: Any) -> bool:
+            answer: bool = run(ids, **options)
             buffer[...] = REFILL
             return answer
 

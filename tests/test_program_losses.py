@@ -151,5 +151,5 @@ def test_targets_of_any_integers_are_checked(dtype: str) -> None:
     run = judged(losses_of_map({}), arrays, others=(*OTHERS, "astype"))
     arrays[3] = arrays[3].copy()
     arrays[3][7] = 65
-    with pytest.raises(ValueError, match=r"ids must lie in \[0, 65\)"):
+    with pytest.raises(ValueError, match=r"targets must lie in \[0, 65\)"):
         run(*arrays)

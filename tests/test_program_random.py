@@ -213,7 +213,9 @@ def judged(sample: Sample, threads: int, monkeypatch: pytest.MonkeyPatch) -> Com
         with reference_only():
             plain = step(params, state, *given)
             exact = step(*tree.map(as_float64, (params, state)), *given)
-        found = compiled(*tree.map(np.array, (params, state)), *given)
+        found = compiled(
+            *tree.map(lambda a: np.array(a) if hasattr(a, "dtype") else a, (params, state)), *given
+        )
         for part in range(4):
             require_close(found[part], plain[part], exact[part], ROUNDING[sample.dtype])
         params, state = plain[:2]

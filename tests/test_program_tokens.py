@@ -17,7 +17,6 @@ from xformer import tree
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.compiled import Compiled
 from xformer.backends.numba.program.run import Recorded, layout_of
-from xformer.backends.numba.program.traced import address
 from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.rope_config import RopeConfig
 from xformer.layers.rope_tables import cos_sin
@@ -57,7 +56,7 @@ def test_nothing_runs_as_python(name: str, texts: int, is_greedy: bool) -> None:
         logits, state = model.decode(params, ids, state)
         return state, logits, greedy(logits) if is_greedy else None
 
-    own = tree.map(np.array, state)
+    own = tree.map(lambda a: np.array(a) if hasattr(a, "dtype") else a, state)
     compiled = Compiled(token, (1,))
     wanted = token(params, state, ids)
     found = compiled(params, own, ids)
@@ -248,20 +247,6 @@ def test_sums_of_whole_numbers() -> None:
         run = record(fn, [x], 3)
         assert not names(run, native=False)
         np.testing.assert_array_equal(run(x)[0], right)
-
-
-def test_arrays_of_a_closure_that_move() -> None:
-    """Their address is that of the run, their layout that of the recording."""
-    own, x = np.arange(4.0), np.ones(4)
-    run = record(lambda x: [x + namespace.asarray(own)], [x])
-    np.testing.assert_array_equal(run(x)[0], own + 1)
-    before = address(own)
-    own.resize((1 << 20,), refcheck=False)
-    with pytest.raises(ValueError, match="another layout"):
-        run(x)
-    own.resize((4,), refcheck=False)
-    own[:] = 7
-    assert run(x)[0].tolist() == [8.0] * 4 or address(own) == before
 
 
 def same(name: str, *arrays: Any, native: bool = True) -> None:
