@@ -17,6 +17,7 @@ from xformer import tree
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.compiled import Compiled
 from xformer.backends.numba.program.run import Recorded, layout_of
+from xformer.backends.numba.program.traced import constant
 from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.rope_config import RopeConfig
 from xformer.layers.rope_tables import cos_sin
@@ -260,3 +261,16 @@ def same(name: str, *arrays: Any, native: bool = True) -> None:
     got = run(*given)[0]
     assert got.dtype == wanted.dtype
     np.testing.assert_allclose(got, wanted, rtol=1e-15, atol=0)
+
+
+def test_constants_that_move() -> None:
+    """Their address is that of the run, their layout that of the recording."""
+    own, x = np.arange(4.0), np.ones(4)
+    run = record(lambda x: [x + constant(own)], [x])
+    np.testing.assert_array_equal(run(x)[0], own + 1)
+    own.resize((1 << 20,), refcheck=False)
+    with pytest.raises(ValueError, match="another layout"):
+        run(x)
+    own.resize((4,), refcheck=False)
+    own[:] = 7
+    np.testing.assert_array_equal(run(x)[0], np.full(4, 8.0))

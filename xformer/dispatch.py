@@ -480,7 +480,7 @@ def contexts() -> tuple[Any, ...]:
 
 @contextmanager
 def again(values: tuple[Any, ...]) -> Iterator[None]:
-    """A context with these values of `contexts()`: those of a forward that backward runs again."""
+    """Set these values of `contexts()`: backward runs a forward again as it ran first."""
     tokens = [x.set(value) for x, value in zip(_DECIDING, values, strict=True)]
     try:
         yield

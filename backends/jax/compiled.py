@@ -122,7 +122,7 @@ class Compiled:
             why = f"backend jax: not compiled: {summary(error)}"
         else:
             return _returned(returned, arrays[False])
-        result = self.fn(*arguments)  # an error of its own is the caller's
+        result = self.fn(*arguments)  # its own errors are raised
         if why not in self._warnings:
             self._warnings.add(why)
             warnings.warn(why, RuntimeWarning, stacklevel=3)

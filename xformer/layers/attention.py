@@ -90,8 +90,8 @@ def attention(
     x: (B, T, D), or one sequence (T, D)   y: (B, T, D') or (T, D')
     side.memory: (B, S, D_m), or (S, D_m) for one sequence; or a KeyValue, which several layers may
         share, with B = 1 for one sequence; None: self-attention
-    config: the numbers of heads, softcap, scale, dropout, and the window of a self-attention; sizes
-        are those of params
+    config: the numbers of heads, softcap, scale, dropout, and the window of a self-attention; other
+        sizes come from params
     norm: of queries and keys; None: RMSNorm
     context.mask, causal: of `ops.sdpa`
     context.rotary: RoPE tables, for self-attention only

@@ -333,9 +333,10 @@ class BlockCache(NamedTuple):
 
 
 def block_gradients(*branches: tuple[Any, ...]) -> tuple[BlockParams, SideInputs]:
-    """Gradients of params and side, from those of self-attention, cross-attention, feed-forward.
+    """Gradients of params and side.
 
-    branches: of each, as `ResidualsCache.backward` returns them; cross-attention may be left out
+    branches: the gradients of self-attention, cross-attention if any, and feed-forward, as
+        `ResidualsCache.backward` returns them
     """
     names = ("attn", "cross", "ffn") if len(branches) == 3 else ("attn", "ffn")
     fields: dict[str, Any] = {"cross": None, "cross_norm": None}

@@ -3,8 +3,12 @@
     y, cache = layer(x, params, side, config=config, context=context)
     dx, dparams, dside = cache.backward(dy)
 
-`SideInputs` are the arrays beside x that have gradients, `Context` is how the layer is called: what
+`SideInputs` are the arrays beside x that have gradients. `Context` says how the layer is called and
 has none. A layer refuses a field that it cannot follow; it never ignores one.
+
+A layer has a configuration `SomeConfig` and parameters `SomeParams`. A block calls
+`config.forward(x, params, side, norm, context)`, where `norm` is of the block. A layer that reads
+no side inputs may leave out dside.
 """
 
 from __future__ import annotations
@@ -43,8 +47,8 @@ class Context(NamedTuple):
     causal: of the self-attention
     rotary: RoPE tables of the self-attention; for several layers a sequence of tables or None for
         each, or tables for all
-    kv_cache: keys and values of earlier tokens; for several layers one for each. With one, nothing
-        is saved for backward.
+    kv_cache: keys and values of earlier tokens; for several layers one for each, and then nothing
+        is saved for backward
     segment_memory: (B, N, D), what the layer read at the N positions before x (Transformer-XL); for
         several layers an array for each
     dropout_key: None: no dropout
@@ -59,7 +63,7 @@ class Context(NamedTuple):
     dropout_key: ops.RandomKey | None = None
 
     def of_layer(self, i: int) -> Context:
-        """The context of layer i of several, with dropout streams of its own."""
+        """The context of layer i. Each layer has its own dropout streams."""
         _, _, _, rotary, kv_cache, segment_memory, key = self
         return self._replace(
             rotary=rotary[i] if _is_of_layers(rotary) else rotary,

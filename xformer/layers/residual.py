@@ -264,7 +264,7 @@ def parallel(
     """z + f(norm(z)) + g(norm'(z)), z = x + r, as two terms (GPT-NeoX, arXiv:2204.06745, eq. 1).
 
     x, r: (..., D)
-    branches: of f and g, without out_norm; if that of g has no norm, g reads norm(z) too (GPT-J)
+    branches: f and g, without out_norm. Without a norm of its own, g reads norm(z) (GPT-J).
     config, multiplier, dropout_rate: of `residual`
     ValueError for shapes that do not fit.
     """
@@ -282,7 +282,7 @@ def parallel(
 
 @short
 class ParallelCache(NamedTuple):
-    """Saved by `parallel` for backward: the caches of f and g, each with that of its norm."""
+    """Saved by `parallel` for backward: the caches of f and g, with their norms."""
 
     branches: tuple[BranchCache, BranchCache]
 

@@ -27,7 +27,7 @@ def as_batch(what: str, batch: Any) -> Batch:
     what: names it in the message. TypeError for anything else.
     """
     if all(hasattr(batch, name) for name in ("n_targets", "n_tokens")):
-        return batch  # perhaps of another class, for a loss of its own
+        return batch  # a user's loss may take another class
     arrays = batch if type(batch) is tuple else ()
     if not arrays or not all(isinstance(array, np.ndarray) for array in arrays):
         raise TypeError(

@@ -71,7 +71,7 @@ class Compiled:
         except Exception as error:
             why = f"not recorded: {summary(error)}; the function is called as it is"
         if why is not None or kind in self.refused:
-            results = self._one_by_one(n, arguments, self.fn)  # an error of its own is the caller's
+            results = self._one_by_one(n, arguments, self.fn)  # its own errors are raised
             if why is not None:
                 is_new = why not in self.refused.values()
                 self._keep(self.refused, kind, why)
