@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from block_configs import block_config
 
-from xformer import RandomKey, layers, reference_only, tree
+from xformer import RandomKey, backends, layers, ops, reference_only, tree
 from xformer.backends import Backend
 from xformer.layers.residual import Branch, residuals
 from xformer.models import EncoderDecoder, LanguageModel
@@ -86,6 +86,26 @@ def test_one_sequence_is_a_batch_of_one(library: Backend, name: str) -> None:
     for name, grad in tree.flatten(got[1]).items():
         other = tree.flatten(wanted[1])[name]
         assert np.array_equal(library.to_numpy(grad), library.to_numpy(other)), name
+
+
+def test_dropout_of_a_block_draws_six_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the probabilities of both attentions, the hidden units, and what each sublayer adds."""
+    attn = layers.AttentionConfig(6, 2, dropout=0.3)
+    ffn = layers.FeedForwardConfig(11, dropout=0.3)
+    config = layers.BlockConfig(attn, ffn, dropout=0.3)
+    rng = backends.get("numpy").generator(0, "float64")
+    params, x = config.init(rng, cross=True), rng.normal((2, 5, 6))
+    drawn: list[Any] = []
+    for name, option in (("dropout", "key"), ("sdpa", "dropout_key")):
+
+        def spy(*args: Any, run: Any = getattr(ops, name), option: str = option, **o: Any) -> Any:
+            drawn.append(o[option])
+            return run(*args, **o)
+
+        monkeypatch.setattr(ops, name, spy)
+    context = layers.Context(dropout_key=RandomKey(3))
+    layers.block(x, params, layers.SideInputs(x), config=config, context=context)
+    assert len(drawn) == len(set(drawn)) == 6
 
 
 def test_models_of_vectors_take_batches(library: Backend) -> None:
