@@ -96,13 +96,16 @@ def test_dropout_of_a_block_draws_six_streams(monkeypatch: pytest.MonkeyPatch) -
     rng = backends.get("numpy").generator(0, "float64")
     params, x = config.init(rng, cross=True), rng.normal((2, 5, 6))
     drawn: list[Any] = []
-    for name, option in (("dropout", "key"), ("sdpa", "dropout_key")):
 
-        def spy(*args: Any, run: Any = getattr(ops, name), option: str = option, **o: Any) -> Any:
-            drawn.append(o[option])
-            return run(*args, **o)
+    def spied(run: Any, option: str) -> Any:
+        def spy(*args: Any, **options: Any) -> Any:
+            drawn.append(options[option])
+            return run(*args, **options)
 
-        monkeypatch.setattr(ops, name, spy)
+        return spy
+
+    monkeypatch.setattr(ops, "dropout", spied(ops.dropout, "key"))
+    monkeypatch.setattr(ops, "sdpa", spied(ops.sdpa, "dropout_key"))
     context = layers.Context(dropout_key=RandomKey(3))
     layers.block(x, params, layers.SideInputs(x), config=config, context=context)
     assert len(drawn) == len(set(drawn)) == 6
