@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
@@ -107,6 +107,47 @@ def test_numbers_of_closures_globals_and_attributes(
         monkeypatch.undo()
 
     for fn in (scaled, held.step, of_closure, lambda x, times=held: times.step(x)):
+        require_same(fn, calls(), "")
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Halved:
+    whole = 4.0
+
+    @property
+    def scale(self) -> float:
+        return self.whole / 2
+
+
+class Pair(NamedTuple):
+    w: Any
+    b: Any
+
+    def run(self, x: Any) -> Any:
+        return x * self.w + self.b
+
+
+@only(*LIBRARIES)
+def test_properties_slots_and_fields(library: Backend) -> None:
+    x, slots, halved = library.asarray(X), Slots(), Halved()
+
+    def calls() -> Iterator[tuple[Any, ...]]:
+        slots.scale, halved.whole = 2.0, 4.0
+        yield (x,)
+        slots.scale, halved.whole = 3.0, 5.0
+        yield (x,)
+
+    for fn in (
+        lambda x: x * slots.scale,
+        lambda x: x * halved.scale,
+        lambda x: Pair(x, x).run(x),
+    ):
         require_same(fn, calls(), "")
 
 

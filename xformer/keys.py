@@ -11,6 +11,7 @@ import enum
 import functools
 import sys
 import types
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,12 @@ MOST = 10_000  # objects that one key depends on
 
 _PLAIN = {bool, int, str, bytes, type(None), type(...), range, types.CodeType}
 # Types of objects that do not change, or that a key cannot look into.
-_WHOLE = (type, enum.Enum, types.ModuleType, types.BuiltinFunctionType, types.BuiltinMethodType)
+_WHOLE = (
+    *(type, enum.Enum, types.ModuleType, types.BuiltinFunctionType, types.BuiltinMethodType),
+    *(types.MemberDescriptorType, types.GetSetDescriptorType, types.MethodDescriptorType),
+    *(types.WrapperDescriptorType, types.ClassMethodDescriptorType),
+    type(namedtuple("Pair", "field").field),
+)
 
 
 class Unkeyed(TypeError):
@@ -118,6 +124,8 @@ class _Walk:
             return Same(x), self._named(vars(x))
         if isinstance(x, types.ModuleType) and self.names is not None:
             return Same(x), () if _is_library(x.__name__) else self._named(vars(x))
+        if isinstance(x, property):
+            return Same(x), self.of(x.fget)
         if isinstance(x, _WHOLE):
             return Same(x)
         if _is_library(kind.__module__) and (callable(x) or self.names is not None):
