@@ -20,12 +20,13 @@ from array_api_compat import is_array_api_obj, is_numpy_array
 MOST = 10_000  # objects that one key depends on
 
 _PLAIN = {bool, int, str, bytes, type(None), type(...), range, types.CodeType}
+_PAIR: Any = namedtuple("_PAIR", "field")
 # Types of objects that do not change, or that a key cannot look into.
 _WHOLE = (
     *(type, enum.Enum, types.ModuleType, types.BuiltinFunctionType, types.BuiltinMethodType),
     *(types.MemberDescriptorType, types.GetSetDescriptorType, types.MethodDescriptorType),
     *(types.WrapperDescriptorType, types.ClassMethodDescriptorType),
-    type(namedtuple("Pair", "field").field),
+    type(_PAIR.field),
 )
 
 
