@@ -113,7 +113,7 @@ def test_a_step(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model gpt --out a.onnx --no-normalize", "--normalize needs --embeddings"),
         ("--model gpt --out a.onnx --step --embeddings", "--step excludes --embeddings"),
         ("--model bert --out a.onnx --step --types", "--step excludes --types"),
-        ("--model gpt --out a.onnx --max-len 17", "max_len must be at most 16, got 17"),
+        ("--model gpt --out a.onnx --max-len 17", "--max-len must be at most 16, got 17"),
         ("--model pair --out a.onnx --embeddings", "pooling is for a LanguageModel"),
     ],
 )

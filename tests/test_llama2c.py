@@ -150,7 +150,7 @@ def test_pieces_are_read(tmp_path: Path) -> None:
         (pieces()[:4] + struct.pack("<fi", 0.0, -5) + b"abc", "a length of -5"),
         (pieces()[:4] + struct.pack("<fi", 0.0, 2**31 - 1) + b"abc", "a length of 2147483647"),
         (pieces()[:4], "must begin with <unk>"),
-        (bytes((2 << 20) + 1), "at most 2097152 bytes"),
+        (b"a" * ((2 << 20) + 1), "at most 2097152 bytes"),
     ],
 )
 def test_damaged_pieces_are_refused(tmp_path: Path, data: bytes, message: str) -> None:

@@ -11,7 +11,7 @@ import threadpoolctl
 from block_configs import block_config, changed
 from causal_models import NAMES, V, causal
 
-from xformer import dispatch, inference, ops, reference_only, tree
+from xformer import dispatch, inference, layers, ops, reference_only, tree
 from xformer.backends.numpy import advance as kernel
 from xformer.backends.numpy import linear as kernel_of_linear
 from xformer.backends.numpy import products
@@ -208,10 +208,15 @@ def test_why_not() -> None:
     model, params = own("layer norms")
     x = np.ones((1, 1, 24))
     _, state = model.decode(params, np.ones((1, 3), int), model.init_state())
-    options: Any = {"configs": model.blocks, "kv_cache": state.kv_cache, "n_cached": 3}
-    said = dispatch.explain(advance, x, params.stack, **options)
+
+    def explained(kv_cache: Any, mask: Any = None) -> str:
+        context = layers.Context(kv_cache=kv_cache, mask=mask)
+        return dispatch.explain(
+            advance, x, params.stack, configs=model.blocks, context=context, n_cached=3
+        )
+
+    said = explained(state.kv_cache)
     assert said.startswith("advance on numpy: xformer.backends.numpy.advance.advance")
     mask = np.ones((1, 1, 1, 4), bool)
-    assert "padding" in dispatch.explain(advance, x, params.stack, mask=mask, **options)
-    first = options | {"kv_cache": model.init_state().kv_cache}
-    assert "not one token" in dispatch.explain(advance, x, params.stack, **first)
+    assert "padding" in explained(state.kv_cache, mask)
+    assert "not one token" in explained(model.init_state().kv_cache)

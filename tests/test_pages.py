@@ -6,6 +6,7 @@ it. What takes long is shortened by the table below, which also has what else mu
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 from collections.abc import Callable
@@ -196,7 +197,8 @@ def the_derivatives(printed: str, curves: list[list[float]]) -> None:
         for line in re.findall(r"^(?:Hessian|Gauss-Newton) \[(.*)\]", printed, re.MULTILINE)
     )
     assert least < -1 < -0.1 < convex < largest
-    assert printed.rstrip().endswith("True")
+    if importlib.util.find_spec("torch"):
+        assert printed.rstrip().endswith("True")
 
 
 def the_rounding(printed: str, found: Any) -> None:

@@ -25,7 +25,13 @@ from xformer.pretrained.differences import difference
 from xformer.pretrained.family import Family
 from xformer.pretrained.foreign import require_model
 from xformer.pretrained.keys import unread_keys, warn_of
-from xformer.pretrained.matching import head_of, links_for, matched_links, shapes_of
+from xformer.pretrained.matching import (
+    head_of,
+    links_for,
+    matched_links,
+    n_own_layers,
+    shapes_of,
+)
 from xformer.pretrained.names import Link
 from xformer.pretrained.reading import PretrainedError, read_json
 
@@ -219,6 +225,8 @@ def _of_head(
 ) -> set[str]:
     """The names of the head's tensors, without those of a pooler: the bare model has them too."""
     network, _ = _described(config, names, where)
+    if n_own_layers(network) > len(names):
+        return set()  # none that is worth the time of a million layers; `matched_links` refuses it
     like = shapes_of(network)
     links = links_for(family, network, like, False, names.__contains__)
     of_head = (link.theirs for link in links if link.ours[0].startswith("head."))

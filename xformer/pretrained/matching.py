@@ -39,6 +39,13 @@ def head_of(family: Family, config: Mapping[str, Any], where: str) -> str:
     return family.heads[names[0]]
 
 
+def n_own_layers(model: Any) -> int:
+    """The number of layers, each of which has tensors of its own; 0 if they share them."""
+    if getattr(model, "n_shared_layer_groups", None) is not None:
+        return 0
+    return sum(len(getattr(model, part, ())) for part in ("blocks", "encoder", "decoder"))
+
+
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     """Name -> shape of each parameter."""
     return {name: leaf.shape for name, leaf in tree.flatten(model.init_from(Shapes())).items()}
@@ -93,8 +100,7 @@ def matched_links(
 
     PretrainedError lists the tensors that are missing, misshapen or unexpected.
     """
-    n_layers = sum(len(getattr(model, part, ())) for part in ("blocks", "encoder", "decoder"))
-    if getattr(model, "n_shared_layer_groups", None) is None and n_layers > len(tensors):
+    if (n_layers := n_own_layers(model)) > len(tensors):
         raise PretrainedError(
             f"{where}: config.json describes {n_layers} layers, and the files hold "
             f"{len(tensors)} tensors"

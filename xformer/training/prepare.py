@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -113,11 +114,11 @@ def prepare(
 
 @contextmanager
 def _named(target: Path) -> Iterator[None]:
-    """A context in which system errors without a file name, as for a full disk, name the folder."""
+    """A context in which errors of a full disk name the folder, not a file of one that is gone."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        if error.errno is None or (error.filename is not None and error.errno != errno.ENOSPC):
             raise
         raise OSError(f"{target} cannot be written: {error.strerror}") from error
 
