@@ -114,6 +114,8 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_path_is_refused_in_words(
     odd: Path, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if argv[0] == "plot":
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     before = sorted(odd.iterdir())
     assert main(argv) == 1
     out, err = capsys.readouterr()
@@ -202,6 +204,8 @@ def test_what_cannot_fit_is_refused_at_once(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if argv.startswith("signal-flow"):
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.chdir(tmp_path)
     model = GPT(256, 1, 64, 2, 64, positions="none")
     training.save(tmp_path / "run", model, model.init(0), backends.get("numpy"))

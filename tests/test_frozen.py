@@ -37,8 +37,8 @@ def test_other_gradients_stay(case: Case, every: int) -> None:
 
 
 def are_params(arg: Any) -> bool:
-    """Not arrays, nor a memory or a tuple of them."""
-    if not isinstance(arg, tuple):
+    """Not arrays, nor side inputs, nor a memory or a tuple of them."""
+    if not isinstance(arg, tuple) or isinstance(arg, layers.SideInputs):
         return False
     return not any(isinstance(x, layers.KeyValue) for x in (arg, *arg))
 

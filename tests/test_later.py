@@ -91,7 +91,7 @@ def test_types_of_fields_can_be_asked_for(kind: type) -> None:
 def test_annotations_of_functions_too() -> None:
     hints = [get_type_hints(fn) for fn in (pretrained.inspect, decoder_head, layers.attention)]
     assert hints[1]["return"] == models.LMHead | models.Classifier | None
-    assert hints[2]["rotary"] == layers.RopeTables | None
+    assert hints[2]["config"] is layers.AttentionConfig and hints[2]["context"] is layers.Context
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

@@ -156,7 +156,7 @@ def test_the_length_is_the_context_if_that_is_less() -> None:
     [
         ({"batch": 0}, "batch must be an int of at least 1, got 0"),
         ({"length": 0}, "length must be an int of at least 1, got 0"),
-        ({"length": 17}, "length must be at most 16"),
+        ({"length": 17}, "--seq-len must be at most 16"),
         ({"dtype": "float16"}, "dtype must be float32 or float64, got 'float16'"),
     ],
 )
@@ -196,7 +196,7 @@ def saved(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def headers(folder: Path, config: dict[str, Any]) -> Path:
-    """A model folder whose weights are a hole in a file."""
+    """A model folder whose weights are a hole in a file, which does not end in it."""
     model = pretrained.model(config)
     zeros = tree.map(lambda leaf: np.broadcast_to(0.0, leaf.shape), model.init_from(Shapes()))
     header, end = {}, 0
@@ -206,7 +206,8 @@ def headers(folder: Path, config: dict[str, Any]) -> Path:
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
+        file.seek(8 + len(text) + end - 1)
+        file.write(b"\1")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -331,4 +332,4 @@ def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_length_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved(tmp_path / "gpt2", TINY)
     assert main(["summary", "--model", str(folder), "--seq-len", "17"]) == 1
-    assert "length must be at most 16" in capsys.readouterr().err
+    assert "--seq-len must be at most 16" in capsys.readouterr().err

@@ -58,7 +58,9 @@ def unread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             place = backends.get("array-api-strict", "device1")
             flags = {"boolean_indexing": False, "data_dependent_shapes": False}
             stack.enter_context(ArrayAPIStrictFlags(**flags))
-            blind = Kernel(lambda ids, *, size: True, "array_api_strict", None)  # as on any device
+            blind = Kernel(
+                lambda ids, *, size, name: True, "array_api_strict", None
+            )  # as on any device
             monkeypatch.setitem(in_range.kernels, "array_api_strict", [blind])
         else:
             try:

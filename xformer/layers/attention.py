@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from xformer import layers, ops
 from xformer.checks import require_sizes
@@ -18,9 +18,6 @@ from xformer.shapes import require_array, require_like
 from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
-
-if TYPE_CHECKING:
-    from xformer.layers.attention_config import AttentionConfig
 
 
 @short
@@ -77,7 +74,7 @@ def attention(
     params: AttentionParams,
     side: SideInputs = SideInputs(),
     *,
-    config: AttentionConfig,
+    config: layers.AttentionConfig,
     norm: NormConfig | None = None,
     context: Context = Context(),
 ) -> tuple[Array, AttentionCache]:
