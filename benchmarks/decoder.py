@@ -81,7 +81,7 @@ def main(name: str, folder: str) -> None:
         return {"ids": ids, "seconds": time.perf_counter() - start}
 
     def about() -> dict[str, Any]:
-        from xformer.backends.base import process_memory
+        from xformer.dispatch.backend import process_memory
 
         return {"peak_bytes": process_memory().peak, "threads": machine.threads()}
 

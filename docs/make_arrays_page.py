@@ -17,8 +17,8 @@ import array_api_compat.numpy as xnp
 import numpy as np
 
 from xformer.arrays.foreign import outcome, works
-from xformer.backends.base import Backend
 from xformer.dispatch import reference_only
+from xformer.dispatch.backend import Backend
 
 PAGE = Path(__file__).resolve().parent / "bring-your-own-array.md"
 ROOMS = ("ops", "layers", "models", "optim")

@@ -13,7 +13,7 @@ from devices import SLACK, placed, repeated
 from xformer import ops, reference_only
 from xformer.backends import Backend
 from xformer.backends.cupy.index_add import is_deterministic
-from xformer.shapes import STORED
+from xformer.dispatch.shapes import STORED
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is missing")
 

@@ -45,9 +45,9 @@ from benchmarks import (
 from benchmarks.contestants import CUDNN, DETERMINISTIC, GRAPH, JITTED, OURS_ON_GPU, PEER
 from benchmarks.harness import ROOT, Disagreement, OutOfMemory
 from xformer import backends, dispatch, tree
-from xformer.backends.base import Memory
 from xformer.backends.cupy import activation, linear_cross_entropy
 from xformer.backends.cupy.module import LAUNCHERS
+from xformer.dispatch.backend import Memory
 from xformer.ops import gelu
 
 SECTIONS = ["libraries", "costs", "rates", "kernels", "tests", "gpt2-bfloat16", "llama-bfloat16"]

@@ -602,7 +602,7 @@ def test_dispatch_costs_what_comes_before_the_kernel(
     finally:
         from xformer import dispatch
 
-        dispatch._ops.remove(op)
+        dispatch.op._ops.remove(op)
     assert found == {"calls": 3, "seconds": 3 * 2}
     assert op.reference is slow
 

@@ -46,7 +46,7 @@ def imported(argv: list[str], folder: Path) -> set[str]:
 def test_the_list_of_commands_imports_no_command(argv: list[str], tmp_path: Path) -> None:
     modules = imported(argv, tmp_path)
     assert not modules & MODULES
-    if argv != ["tarin"]:  # to say "did you mean train?" takes xformer.checks
+    if argv != ["tarin"]:  # to say "did you mean train?" takes xformer.dispatch.checks
         ours = {name for name in modules if name.partition(".")[0] == "xformer"}
         assert len(ours) < 15 and not modules & {"numpy", "array_api_compat", "tqdm"}
 

@@ -14,7 +14,7 @@ from cuda_shim.nvrtc import Use
 
 import xformer.backends.cupy
 from xformer.backends.cupy.module import Source
-from xformer.shapes import STORED
+from xformer.dispatch.shapes import STORED
 
 FOLDER = Path(xformer.backends.cupy.__file__).parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_120")

@@ -21,12 +21,12 @@ from xformer import backends, explain, ops, tree
 from xformer.backends import Backend
 from xformer.backends.cupy.captured import Captured
 from xformer.cli import main
+from xformer.dispatch.shapes import STORED
 from xformer.generation import compiled as on_host
 from xformer.generation import generate, prefill, stream
 from xformer.layers.constant import constant
 from xformer.layers.kv_cache import KVCache, append
 from xformer.ops.greedy import greedy
-from xformer.shapes import STORED
 
 pytestmark = only(*ON_DEVICE)
 

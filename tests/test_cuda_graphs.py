@@ -21,7 +21,7 @@ from xformer import RandomKey, backends, explain, ops, tree
 from xformer.backends import Backend
 from xformer.backends.cupy.captured import Captured
 from xformer.cli import main
-from xformer.shapes import STORED
+from xformer.dispatch.shapes import STORED
 from xformer.training import Batch, TrainConfig, Windows, loss_of, start, train
 
 pytestmark = only(*ON_DEVICE)

@@ -51,10 +51,10 @@ from xformer.backends.cupy.module import (
     threads,
     wide,
 )
+from xformer.dispatch.shapes import STORED, working_dtype
 from xformer.layers import NormConfig
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
-from xformer.shapes import STORED, working_dtype
 from xformer.tree import Frozen
 
 pytestmark = only(*ON_DEVICE)

@@ -16,7 +16,7 @@ from xformer import RandomKey, backends, tree
 from xformer.backends import Backend
 from xformer.cli import main
 from xformer.cli import train as train_command
-from xformer.shapes import STORED
+from xformer.dispatch.shapes import STORED
 from xformer.training import TrainConfig, Windows, loss_of, start, train
 
 V = 37  # of causal_models

@@ -23,8 +23,8 @@ from xformer.backends.cupy import feed_forward_lt, flash, linear_lt, linear_many
 from xformer.backends.cupy.cublaslt import RUNTIMES
 from xformer.backends.cupy.runtimes import runtime_of
 from xformer.catalogue import cases
-from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable
+from xformer.dispatch.checks import in_range
 from xformer.layers import blocks
 from xformer.layers.advance import advance
 from xformer.layers.checkpoint import held

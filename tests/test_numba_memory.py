@@ -13,8 +13,8 @@ from test_kernels import require_exact
 from test_numpy_kernels import drawn
 
 from xformer import backends, inference, ops
-from xformer.checks import in_range
 from xformer.dispatch import Kernel
+from xformer.dispatch.checks import in_range
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")

@@ -70,7 +70,7 @@ def __getattr__(name):
 BACKEND = """
 import numpy as np
 import toylib
-from xformer.backends.base import Backend
+from xformer.dispatch.backend import Backend
 
 def backend(device=None):
     return Backend("toylib", toylib, None, ("float32", "float64"), "1")

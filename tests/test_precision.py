@@ -23,11 +23,11 @@ from xformer.backends import Backend
 from xformer.backends.cupy.module import LAUNCHERS
 from xformer.cli import main
 from xformer.cli import train as train_command
+from xformer.dispatch.shapes import STORED
 from xformer.generation import generate
 from xformer.layers import EmbedConfig, RopeConfig
 from xformer.models import LanguageModel
 from xformer.optim import LossScale
-from xformer.shapes import STORED
 from xformer.training import Diverged, TrainConfig, Windows, evaluate, load, loss_of, start, train
 from xformer.training.state import read_state, write_state
 

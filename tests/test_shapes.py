@@ -12,7 +12,7 @@ import pytest
 
 from xformer import ops
 from xformer.backends import Backend
-from xformer.shapes import REMEMBERED, dtype_name, shapes
+from xformer.dispatch.shapes import REMEMBERED, dtype_name, shapes
 
 
 @shapes("x (..., I)  w (I, O)  b (O)  ids (...)")

@@ -272,7 +272,7 @@ def op() -> Iterator[Any]:
         return y + x, Doubled(cache, x.shape)
 
     yield doubled
-    dispatch._ops.remove(doubled)
+    dispatch.op._ops.remove(doubled)
 
 
 class Doubled(NamedTuple):

@@ -20,8 +20,8 @@ from libraries import ON_DEVICE, opened
 import xformer
 from xformer import backends, ops, optim, pretrained, tree
 from xformer.backends import Backend
-from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable
+from xformer.dispatch.checks import in_range
 from xformer.generation import beam_search, generate, prefill, samplers, speculative
 from xformer.plots.maps import attention_maps
 from xformer.training import Batch, TrainConfig, Windows, loss_of, start, train

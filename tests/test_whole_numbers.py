@@ -11,7 +11,7 @@ import pytest
 
 import xformer
 from xformer import backends, ops, optim, training, tree
-from xformer.checks import require_sizes, whole
+from xformer.dispatch.checks import require_sizes, whole
 from xformer.generation import beam_search, generate, prefill, samplers, speculative
 from xformer.layers import (
     AttentionConfig,

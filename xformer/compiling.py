@@ -19,9 +19,9 @@ from typing import Any
 
 from array_api_compat import device, is_array_api_obj, is_numpy_array
 
-from xformer import backends, tree
-from xformer.checks import require_sizes
-from xformer.dispatch import contexts, inference
+from xformer import tree
+from xformer.dispatch import current_contexts, inference, registry
+from xformer.dispatch.checks import require_sizes
 from xformer.keys import Reads, Unkeyed
 from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
@@ -105,8 +105,9 @@ class Compiled:
 
     def _of(self, first: Array, fn: Callable[..., Any]) -> Any:
         """The compiled call of fn for arrays like `first`, made if it is new."""
-        where = type(first), str(device(first)), type(fn), contexts()  # CuPy's devices have no hash
-        backend = replace(backends.backend_of(first), device=device(first))
+        # CuPy's devices have no hash.
+        where = type(first), str(device(first)), type(fn), current_contexts()
+        backend = replace(registry.backend_of(first), device=device(first))
         try:
             key = where, self._reads[not is_numpy_array(first)].key()
         except Unkeyed as error:
@@ -157,7 +158,7 @@ class Forward:
 def records(params: Any) -> bool:
     """Whether `Forward` compiles functions of these parameters, by their backend and dtype."""
     first = _first([params])
-    return first is not None and backends.backend_of(first).records(first.dtype)
+    return first is not None and registry.backend_of(first).records(first.dtype)
 
 
 def bucket(length: int) -> int:

@@ -17,10 +17,10 @@ from array_api_compat import is_array_api_obj
 
 from xformer import tree
 from xformer.arrays.dual import Dual, dual, forget
-from xformer.checks import require_shape
 from xformer.dispatch import library_of, reference_only
+from xformer.dispatch.checks import require_shape
+from xformer.dispatch.shapes import require_like
 from xformer.namespace import array_namespace
-from xformer.shapes import require_like
 from xformer.typing import Array
 
 T = TypeVar("T")

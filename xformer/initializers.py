@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from xformer import tree
-from xformer.backends import Generator
-from xformer.checks import number, require_sizes
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import number, require_sizes
 from xformer.namespace import array_namespace
 from xformer.typing import Array, Tree
 

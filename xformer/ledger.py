@@ -26,14 +26,14 @@ import numpy as np
 from xformer import backends, optim, tree
 from xformer.backends.numpy.stand_in import Tally, stand_in
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
-from xformer.checks import require_sizes
 from xformer.choices import require_one_of
+from xformer.dispatch.checks import require_sizes
+from xformer.dispatch.shapes import FLOATING
 from xformer.initializers import Shapes
 from xformer.measure import arguments, saved_by_part, step_loss
 from xformer.models import EncoderDecoder
 from xformer.ops._loss import one
 from xformer.optim import Optimiser
-from xformer.shapes import FLOATING
 from xformer.training.batch import Batch
 from xformer.training.config import TrainConfig
 from xformer.training.loop import start, train

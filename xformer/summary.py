@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import tree
-from xformer.checks import require_sizes
+from xformer.dispatch.checks import require_sizes
+from xformer.dispatch.shapes import FLOATING
 from xformer.initializers import Shapes
 from xformer.layers import BlockConfig, BlockParams, StackParams
 from xformer.measure import attention_flops, key_values, measured
 from xformer.models import GPT, EncoderDecoder, LanguageModel, Transformer
-from xformer.shapes import FLOATING
 
 LENGTH = 1024
 STACKS = {"stack": "blocks", "encoder": "encoder", "decoder": "decoder"}  # -> configurations

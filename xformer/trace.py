@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 from array_api_compat import is_array_api_obj
 
-from xformer import backends, tree
+from xformer import tree
 from xformer.backward.addresses import with_methods
 from xformer.choices import require_one_of
-from xformer.dispatch import Overridable, observed, observer
+from xformer.dispatch import Overridable, observed, observer, registry
+from xformer.dispatch.shapes import FLOATING, dtype_name
 from xformer.namespace import array_namespace
-from xformer.shapes import FLOATING, dtype_name
 from xformer.typing import Array
 
 Op = Overridable[..., Any]
@@ -221,7 +221,7 @@ def _inside(name: str, path: str) -> str:
 
 def _sizes(array: Array) -> tuple[float, ...]:
     """rms, min and max of a floating array; () of another, and of an empty one."""
-    backend = backends.backend_of(array)
+    backend = registry.backend_of(array)
     array = backend.upcast(array)
     if dtype_name(array) not in FLOATING or 0 in array.shape:
         return ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import array_api_strict
 import numpy as np
 
-from xformer.backends.base import Backend
+from xformer.dispatch.backend import Backend
 from xformer.typing import Array
 
 

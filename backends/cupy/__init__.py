@@ -7,7 +7,6 @@ launch.
 
 from __future__ import annotations
 
-from xformer.backends.base import Backend
 from xformer.backends.cupy import (
     activation,
     adamw,
@@ -38,6 +37,7 @@ from xformer.backends.cupy import (
 )
 from xformer.backends.cupy.index_add import deterministic
 from xformer.backends.cupy.products import tf32
+from xformer.dispatch.backend import Backend
 
 __all__ = [
     "activation",

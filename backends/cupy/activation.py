@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
-from xformer.checks import require_gradient
 from xformer.dispatch import Overridable, kernel
+from xformer.dispatch.checks import require_gradient
+from xformer.dispatch.shapes import STORED
 from xformer.ops.activation import BUILT_IN
-from xformer.shapes import STORED
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.backends.cupy import layer_norm, rms_norm
-from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_axis, require_gradient
+from xformer.dispatch.shapes import STORED
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.norm import add_norm as reference
-from xformer.shapes import STORED
 from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array

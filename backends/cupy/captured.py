@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from xformer import tree
-from xformer.backends.base import Backend
 from xformer.backends.cupy.constant import Constants, keeping
 from xformer.backends.cupy.runtimes import holding
+from xformer.dispatch.backend import Backend
 from xformer.namespace import array_namespace
 from xformer.typing import Array
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch
+from xformer.dispatch.shapes import working_dtype
 from xformer.namespace import array_namespace
-from xformer.shapes import working_dtype
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY)

@@ -10,9 +10,9 @@ from typing import Any
 
 from xformer import tree
 from xformer.backends import results as of_calls
-from xformer.backends.base import Backend, next_arguments
 from xformer.backends.cupy.captured import Captured, is_of_device
 from xformer.dispatch import observed
+from xformer.dispatch.backend import Backend, next_arguments
 from xformer.keys import Unkeyed, exact
 from xformer.namespace import array_namespace
 from xformer.typing import Array

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer.backends.cupy.module import EVERY, Source, contiguous, empty, launch, threads, wide
-from xformer.checks import require_axis, require_gradient, require_integers
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_axis, require_gradient, require_integers
+from xformer.dispatch.shapes import STORED, working_dtype
 from xformer.namespace import array_namespace
 from xformer.ops._loss import loss_options, one
 from xformer.ops.cross_entropy import cross_entropy as reference
-from xformer.shapes import STORED, working_dtype
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -12,12 +12,12 @@ import array_api_compat.cupy as xp
 import cupy
 import numpy as np
 
-from xformer.backends.base import INSTALL_CUDA, Backend, Memory, Unusable
 from xformer.backends.cupy import driver
 from xformer.backends.cupy.compiled import Compiled
 from xformer.backends.cupy.index_add import deterministic
 from xformer.backends.cupy.packed import packed
-from xformer.shapes import STORED
+from xformer.dispatch.backend import INSTALL_CUDA, Backend, Memory, Unusable
+from xformer.dispatch.shapes import STORED
 from xformer.showing import size
 from xformer.typing import Array
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 from xformer.backends.cupy.random_bits import not_a_step, words
-from xformer.checks import require_shape
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_shape
+from xformer.dispatch.shapes import STORED
 from xformer.namespace import array_namespace
 from xformer.ops.dropout import dropout as reference
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey
-from xformer.shapes import STORED
 from xformer.showing import short
 from xformer.typing import Array
 

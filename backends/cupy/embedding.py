@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from xformer.backends.cupy.index_add import add_rows
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
-from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_ids, require_shape
+from xformer.dispatch.shapes import STORED, working_dtype
 from xformer.namespace import array_namespace
 from xformer.ops.embedding import embedding as reference
-from xformer.shapes import STORED, working_dtype
 from xformer.showing import short
 from xformer.typing import Array
 

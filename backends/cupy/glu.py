@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from xformer.backends.cupy.activation import elementwise
 from xformer.backends.cupy.module import EVERY, Source, contiguous, empty
-from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_gradient
+from xformer.dispatch.shapes import STORED
 from xformer.ops.activation import BUILT_IN
 from xformer.ops.glu import glu as reference
-from xformer.shapes import STORED
 from xformer.showing import short
 from xformer.typing import Array
 

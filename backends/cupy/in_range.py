@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xformer.checks import in_range as reference
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import in_range as reference
 from xformer.typing import Array
 
 

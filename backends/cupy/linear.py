@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from xformer.backends.cupy.products import Products
-from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_gradient
+from xformer.dispatch.shapes import STORED
 from xformer.ops.linear import linear as reference
-from xformer.shapes import STORED
 from xformer.showing import short
 from xformer.typing import Array
 

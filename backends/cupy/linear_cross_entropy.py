@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from xformer.backends.cupy.cross_entropy import int64_targets, token_losses, total_loss
 from xformer.backends.cupy.module import blocks, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products
-from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
+from xformer.dispatch.checks import require_gradient
+from xformer.dispatch.shapes import STORED, working_dtype
 from xformer.namespace import array_namespace
 from xformer.ops._loss import LossOptions, loss_options, one
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
-from xformer.shapes import STORED, working_dtype
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -20,8 +20,8 @@ from xformer.backends.cupy.lt_plan import layout
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products, added, flat
 from xformer.dispatch import kernel
+from xformer.dispatch.shapes import STORED, working_dtype
 from xformer.ops._loss import loss_options
-from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
 

@@ -16,8 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from xformer.dispatch.shapes import STORED, dtype_name
 from xformer.namespace import array_namespace
-from xformer.shapes import STORED, dtype_name
 from xformer.typing import Array
 
 # dtype -> the C++ name of REAL, the type of arithmetic, and of arrays. storage.cuh has the names of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from xformer.backends.base import INSTALL_CUDA
+from xformer.dispatch.backend import INSTALL_CUDA
 
 # Extra -> the modules that it needs, at import or in a call, and the package of each.
 PACKAGES = {

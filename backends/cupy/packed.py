@@ -14,8 +14,8 @@ from typing import Any
 from xformer import tree
 from xformer.backends.cupy.leaves import LEAVES, launches
 from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch
+from xformer.dispatch.shapes import STORED
 from xformer.namespace import array_namespace
-from xformer.shapes import STORED
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=STORED, WIDE=(0, 1), LEAVES=(LEAVES,))

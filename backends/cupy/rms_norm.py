@@ -16,10 +16,10 @@ from xformer.backends.cupy.module import (
     row_threads,
     wide,
 )
-from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import number, require_axis, require_gradient
+from xformer.dispatch.shapes import STORED, working_dtype
 from xformer.ops.rms_norm import rms_norm as reference
-from xformer.shapes import STORED, working_dtype
 from xformer.showing import short
 from xformer.typing import Array
 

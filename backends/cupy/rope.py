@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from xformer.backends.cupy.attention import heads_first
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch
-from xformer.checks import require_shape
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_shape
+from xformer.dispatch.shapes import STORED, require_same_device, require_same_library
 from xformer.ops.rope import require_tables
 from xformer.ops.rope import rope as reference
-from xformer.shapes import STORED, require_same_device, require_same_library
 from xformer.showing import short
 from xformer.typing import Array
 

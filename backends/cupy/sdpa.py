@@ -21,12 +21,12 @@ from xformer.backends.cupy.attention import (
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size, threads
 from xformer.backends.cupy.random_bits import not_a_step
 from xformer.backends.cupy.sdpa_backward import backward
-from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_gradient
+from xformer.dispatch.shapes import STORED, working_dtype
 from xformer.namespace import array_namespace
 from xformer.ops._attention import sdpa_options
 from xformer.ops.sdpa import sdpa as reference
-from xformer.shapes import STORED, working_dtype
 from xformer.showing import short
 from xformer.typing import Array
 

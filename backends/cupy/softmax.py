@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
-from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_axis, require_gradient
 from xformer.ops.softmax import softmax as reference
 from xformer.showing import short
 from xformer.typing import Array

@@ -7,9 +7,9 @@ import math
 from xformer.backends.cupy.column_sums import row_sums
 from xformer.backends.cupy.module import contiguous
 from xformer.dispatch import kernel
+from xformer.dispatch.shapes import STORED
 from xformer.namespace import array_namespace
 from xformer.ops.sum_to import sum_to as reference
-from xformer.shapes import STORED
 from xformer.typing import Array
 
 

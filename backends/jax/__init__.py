@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xformer.backends.base import Backend, Memory, Unusable, process_memory
+from xformer.dispatch.backend import Backend, Memory, Unusable, process_memory
 from xformer.tree import Constant, Frozen
 from xformer.typing import Array
 

@@ -13,8 +13,8 @@ from jax.errors import JaxRuntimeError
 
 from xformer import tree
 from xformer.backends import results
-from xformer.backends.base import summary
 from xformer.dispatch import observed
+from xformer.dispatch.backend import summary
 from xformer.keys import exact
 
 

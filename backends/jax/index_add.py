@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xformer.checks import require_ids
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_ids
 from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
 from xformer.typing import Array

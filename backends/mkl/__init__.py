@@ -12,9 +12,9 @@ from functools import cache
 from importlib.metadata import version
 
 from xformer.backends import numba, numpy  # noqa: F401 - registers numba's kernels
-from xformer.backends.base import Backend
 from xformer.backends.mkl.gemm import multiply, run_on_one_thread
 from xformer.backends.numpy.products import MULTIPLY
+from xformer.dispatch.backend import Backend
 
 __all__ = ["backend", "run_on_one_thread"]
 

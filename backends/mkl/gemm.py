@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.base import Unusable
 from xformer.backends.numpy.products import AS_IT_IS, SMALL, TRANSPOSED, by_numpy, layout
 from xformer.backends.numpy.threads import n_threads
+from xformer.dispatch.backend import Unusable
 from xformer.typing import Array
 
 ROW_MAJOR, COLUMN_MAJOR = 101, 102  # CblasRowMajor, CblasColMajor

@@ -15,9 +15,9 @@ import numba
 
 from xformer import layers, ops
 from xformer.backends import numpy
-from xformer.backends.base import Backend
 from xformer.backends.numba.eager import Eager
 from xformer.dispatch import kernel
+from xformer.dispatch.backend import Backend
 from xformer.optim.adam import adam_update
 
 __all__ = ["KERNELS", "backend"]

@@ -19,8 +19,8 @@ from numba.core import sigutils
 from numba.core.caching import IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
-from xformer.backends.base import Unusable
 from xformer.backends.numba.linked import Function
+from xformer.dispatch.backend import Unusable
 from xformer.lock import locked
 
 if numba.config.DISABLE_JIT:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import tree
-from xformer.backends.arrays import refusal
 from xformer.backends.numba import kernels
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, gap_free
@@ -22,7 +21,8 @@ from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
 from xformer.backends.numba.tuning import LEAST
 from xformer.backends.numpy.leaves import share_no_memory
 from xformer.backends.numpy.threads import n_threads
-from xformer.dispatch import Overridable, chosen_kernels, contexts
+from xformer.dispatch import Overridable, chosen_kernels, current_contexts
+from xformer.dispatch.subclasses import refusal
 from xformer.keys import Same, exact
 from xformer.layers.protocol import Context
 from xformer.ops.random_bits import RandomKey, require_key
@@ -193,7 +193,7 @@ class _Call:
         shares: bool = True,
     ) -> None:
         self.fn, self.args, self.donated, self.shares = fn, args, list[int](), shares
-        self.inputs, kind = list[Any](), [fn, donated, n_threads(), contexts()]
+        self.inputs, kind = list[Any](), [fn, donated, n_threads(), current_contexts()]
         for i, arg in enumerate(args):
             leaves, nodes = tree.parts(arg)
             kind.append(nodes)

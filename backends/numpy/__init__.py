@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy
 
-from xformer.backends.arrays import refusal
-from xformer.backends.base import Backend
 from xformer.dispatch import is_reference_only, kernels
+from xformer.dispatch.backend import Backend
+from xformer.dispatch.subclasses import refusal
 
 __all__ = ["NumpyBackend", "backend", "refusal", "xp"]
 

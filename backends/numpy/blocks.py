@@ -17,8 +17,8 @@ import numpy as np
 from xformer import layers, tree
 from xformer.backends.numpy.threads import n_threads
 from xformer.backends.numpy.threads import run as on_threads
-from xformer.checks import require_shape
 from xformer.dispatch import is_inference, kernel
+from xformer.dispatch.checks import require_shape
 from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import BlocksCache, add, report_block
 from xformer.layers.blocks import blocks as reference

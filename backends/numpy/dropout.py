@@ -8,8 +8,8 @@ import numpy as np
 
 from xformer.backends.numpy.philox import words
 from xformer.backends.numpy.rows import masked, row_blocks, rows
-from xformer.checks import require_shape
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_shape
 from xformer.ops.dropout import dropout as reference
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from xformer.backends.numpy.ids import private_copy
-from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_ids, require_shape
 from xformer.ops.embedding import embedding as reference
 from xformer.showing import short
 from xformer.typing import Array

@@ -14,8 +14,8 @@ import numpy as np
 from xformer.backends.numpy.logistic import LOG2_E, clipped, inverse_sigmoid
 from xformer.backends.numpy.rows import BLOCK, flat
 from xformer.backends.numpy.threads import blocks, scratch
-from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_gradient
 from xformer.ops.gelu import CUBIC, FAR, SCALE
 from xformer.ops.gelu import gelu as reference
 from xformer.showing import short

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from xformer.backends.numpy.ids import private_copy
-from xformer.checks import require_ids
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_ids
 from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
 from xformer.typing import Array

@@ -17,8 +17,8 @@ from xformer.backends.numpy.ids import private_copy
 from xformer.backends.numpy.products import product
 from xformer.backends.numpy.rows import row_blocks
 from xformer.backends.numpy.threads import run, scratch
-from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
+from xformer.dispatch.checks import require_gradient
 from xformer.ops._loss import loss_options, one
 from xformer.ops.cross_entropy import split_ignored
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference

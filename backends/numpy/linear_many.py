@@ -8,8 +8,8 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends.numpy.linear import gradients, outputs
-from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_gradient
 from xformer.layers.linear import LinearParams
 from xformer.layers.linear import linear_many as reference
 from xformer.showing import short

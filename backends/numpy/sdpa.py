@@ -12,8 +12,8 @@ import numpy as np
 
 from xformer.backends.numpy.flash import Attention, Gradients, attend, backward
 from xformer.backends.numpy.tiles import Scores
-from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_gradient
 from xformer.ops._attention import sdpa_options
 from xformer.ops.sdpa import sdpa as reference
 from xformer.showing import short

@@ -10,7 +10,7 @@ import array_api_compat.torch as xp
 import numpy as np
 import torch
 
-from xformer.backends.base import Backend, Memory, Unusable, process_memory
+from xformer.dispatch.backend import Backend, Memory, Unusable, process_memory
 from xformer.typing import Array
 
 __all__ = ["TorchBackend", "backend", "refusal"]

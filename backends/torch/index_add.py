@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from xformer.checks import require_ids
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_ids
 from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
 from xformer.typing import Array

@@ -22,13 +22,13 @@ from cuda_shim.graph import Graph, refuse
 from cuda_shim.launcher import launch
 from cuda_shim.on_request import calling, calling_cudnn
 from xformer import dispatch
-from xformer.backends.base import Backend, Unusable
 from xformer.backends.cupy import deterministic
 from xformer.backends.cupy.captured import GRAPHS
 from xformer.backends.cupy.compiled import Compiled
 from xformer.backends.cupy.module import LAUNCHERS  # registers the kernels; imports no CuPy
 from xformer.backends.cupy.packed import packed
-from xformer.shapes import STORED
+from xformer.dispatch.backend import Backend, Unusable
+from xformer.dispatch.shapes import STORED
 
 __all__ = [
     "COMPILER",

@@ -15,7 +15,7 @@ import numpy as np
 from cuda_shim import waits
 from cuda_shim.graph import UNWRITTEN, is_recording, keep, made, note, refuse
 from xformer.backends.cupy.module import arithmetic
-from xformer.shapes import STORED
+from xformer.dispatch.shapes import STORED
 
 
 class Device(str):

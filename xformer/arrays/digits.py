@@ -24,9 +24,9 @@ from typing import Any
 import array_api_compat.numpy as xnp
 import numpy as np
 
-from xformer.backends.base import Backend, Unusable
-from xformer.checks import require_sizes
 from xformer.dispatch import reference_only
+from xformer.dispatch.backend import Backend, Unusable
+from xformer.dispatch.checks import require_sizes
 from xformer.typing import Array
 
 GUARD = 15  # further digits of the numbers, because sums lose some

@@ -24,10 +24,10 @@ import numpy as np
 from array_api_compat import is_array_api_obj
 
 from xformer import backends, optim, tree
-from xformer.backends.base import Backend
 from xformer.catalogue import Case, cases
 from xformer.catalogue.case import FLOAT32
 from xformer.dispatch import reference_only
+from xformer.dispatch.backend import Backend
 from xformer.gradcheck import SMALLEST
 from xformer.namespace import array_namespace
 from xformer.typing import Array

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 from array_api_compat import device
 
 from xformer.choices import require_one_of
+from xformer.dispatch.shapes import require_array
 from xformer.namespace import array_namespace
 from xformer.ops import RandomKey, random_bits
 from xformer.ops.random_bits import require_key
-from xformer.shapes import require_array
 from xformer.typing import Array
 
 

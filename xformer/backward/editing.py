@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from array_api_compat import is_array_api_obj
 
 from xformer.backward.addresses import chosen, named, replaced, with_methods
-from xformer.checks import require_gradient
 from xformer.choices import require_one_of
+from xformer.dispatch.checks import require_gradient
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -22,11 +22,11 @@ from xformer.backward.addresses import (
     with_parts,
 )
 from xformer.backward.summands import Summands, value_of
-from xformer.checks import in_range, number, require_shape
 from xformer.dispatch import NoCache
+from xformer.dispatch.checks import in_range, number, require_shape
+from xformer.dispatch.shapes import require_like
 from xformer.layers.protocol import SideInputs
 from xformer.namespace import array_namespace
-from xformer.shapes import require_like
 from xformer.showing import short
 from xformer.typing import Array
 

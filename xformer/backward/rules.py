@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from xformer.backward.addresses import op_of
 from xformer.backward.summands import Each, Product, Summands, each_of, rows
-from xformer.checks import require_gradient
+from xformer.dispatch.checks import require_gradient
 from xformer.layers.linear import BiasParams
 from xformer.namespace import array_namespace
 from xformer.ops.sum_to import sum_to

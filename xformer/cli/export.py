@@ -11,11 +11,11 @@ from xformer.cli.models import is_own
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.cli.progress import progress
+from xformer.dispatch.shapes import FLOATING
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.foreign import require_model
 from xformer.sentences import settings
 from xformer.sentences.embed import POOLINGS
-from xformer.shapes import FLOATING
 from xformer.showing import size
 from xformer.training import checkpoint
 

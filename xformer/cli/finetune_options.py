@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from xformer import finetune
-from xformer.checks import require_sizes
 from xformer.cli.config_file import add_config
 from xformer.cli.paths import BACKEND, DEVICE, TOKENIZER, nonempty
 from xformer.cli.run_options import (
@@ -19,6 +18,7 @@ from xformer.cli.run_options import (
     dashed,
     given,
 )
+from xformer.dispatch.checks import require_sizes
 from xformer.finetune import TrainConfig, lora
 
 RATES = {True: 5e-4, False: 5e-5}  # learning rates, with and without LoRA

@@ -12,12 +12,13 @@ from itertools import tee
 from typing import Any
 
 from xformer import backends, tree
-from xformer.checks import require_id, require_memory, require_sizes
 from xformer.cli.models import LoadedModel, opened, start_id
 from xformer.cli.output import is_lost, visible
 from xformer.cli.parser import Parser
 from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.sampling import TEMPERATURE, Choice, announce, choice
+from xformer.dispatch.checks import require_id, require_memory, require_sizes
+from xformer.dispatch.shapes import STORED
 from xformer.generation import PrefilledPrompt, beam_search, decoded, prefill, stream, until
 from xformer.generation.constraints import constraints
 from xformer.generation.prefix import network_of
@@ -25,7 +26,6 @@ from xformer.generation.settings import Settings, settings_of
 from xformer.generation.text import ends_of, hidden_ids
 from xformer.generation.token_ids import n_tokens
 from xformer.models import EncoderDecoder
-from xformer.shapes import STORED
 
 MAX_NEW = 300
 

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xformer.checks import require_memory
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.cli.summary import Row, inspected, table
+from xformer.dispatch.checks import require_memory
+from xformer.dispatch.shapes import FLOATING
 from xformer.ledger import Ledger, ledger, measured_peak
 from xformer.measure import blocks_of
 from xformer.models import GPT
 from xformer.optim import OPTIMISERS
-from xformer.shapes import FLOATING
 from xformer.showing import size
 from xformer.summary import LENGTH, context, ranges
 

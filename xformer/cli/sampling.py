@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xformer.checks import require_sizes
+from xformer.dispatch.checks import require_sizes
 from xformer.generation import samplers
 from xformer.generation.constraints import no_repeat_ngram
 from xformer.generation.samplers import Filter

@@ -13,11 +13,11 @@ from xformer import pretrained
 from xformer.cli.models import is_own
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
+from xformer.dispatch.shapes import FLOATING
 from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.measure import blocks_of
 from xformer.models import EncoderDecoder
 from xformer.pretrained import files
-from xformer.shapes import FLOATING
 from xformer.showing import scaled, size
 from xformer.summary import Part, Summary, context, summary
 from xformer.training import checkpoint

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from xformer import backends
-from xformer.checks import require_sizes
 from xformer.choices import require_one_of
 from xformer.cli.models import LoadedModel, enable_float64, opened, start_id
 from xformer.cli.parser import Parser
@@ -22,6 +21,7 @@ from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.texts import shown
 from xformer.cli.train_options import PRESETS
 from xformer.dispatch import reference_only
+from xformer.dispatch.checks import require_sizes
 from xformer.generation import Bytes
 from xformer.generation.prefix import backend_of_params
 from xformer.measure import blocks_of

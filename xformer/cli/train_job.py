@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from xformer import backends
-from xformer.checks import require_memory
 from xformer.cli import train_from
 from xformer.cli.models import enable_float64
 from xformer.cli.progress import each, progress
 from xformer.cli.train_options import config_of
+from xformer.dispatch.checks import require_memory
 from xformer.launcher import launched
 from xformer.measure import blocks_of
 from xformer.models import GPT

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer.checks import finite, require_sizes
 from xformer.cli import train_from
 from xformer.cli.config_file import add_config
 from xformer.cli.parser import Parser
@@ -24,11 +23,12 @@ from xformer.cli.run_options import (
     given,
 )
 from xformer.cli.summary import Row, table
+from xformer.dispatch.checks import finite, require_sizes
+from xformer.dispatch.shapes import STORED
 from xformer.generation import Bytes
 from xformer.layers.block import NORMS
 from xformer.models import GPT
 from xformer.pretrained.matching import shapes_of
-from xformer.shapes import STORED
 from xformer.training import TrainConfig
 from xformer.training.dashboards import MODULES
 

@@ -11,8 +11,8 @@ from typing import Any
 from xformer import ops
 from xformer.arrays import onnx_functions
 from xformer.arrays.onnx import NotExported, Size
-from xformer.checks import in_range, require_ids
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import in_range, require_ids
 from xformer.layers import positions, relative
 from xformer.layers.constant import constant
 from xformer.layers.rope_tables import cos_sin

@@ -11,8 +11,9 @@ import numpy as np
 
 from xformer import backends, tree
 from xformer.arrays.onnx import Array, NotExported
-from xformer.checks import require_sizes
 from xformer.dispatch import inference
+from xformer.dispatch.checks import require_sizes
+from xformer.dispatch.shapes import FLOATING, dtype_name, require_array
 from xformer.export.recording import Input, recorded
 from xformer.export.writing import Exported, require_onnx, require_path, write
 from xformer.layers.recurrent_state import is_recurrent
@@ -20,7 +21,6 @@ from xformer.layers.rope_by_layer import distinct, max_unscaled_len
 from xformer.models import EncoderDecoder, LanguageModel, Pooler, Transformer
 from xformer.models.pooled import require_pooling
 from xformer.sentences.embed import pooling_of
-from xformer.shapes import FLOATING, dtype_name, require_array
 
 __all__ = ["NotExported", "onnx"]
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.arrays.onnx import Array, Graph, NotExported
-from xformer.checks import require_sizes
 from xformer.choices import require_one_of
+from xformer.dispatch.checks import require_sizes
 
 
 class Input(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from xformer import backends, ops
 from xformer.backends import Backend
-from xformer.checks import plain_numbers, whole
+from xformer.dispatch.checks import plain_numbers, whole
 from xformer.generation.text import end_of
 from xformer.models import EncoderDecoder
 from xformer.models.in_words import in_words

@@ -18,7 +18,7 @@ from array_api_compat import device, to_device
 
 from xformer import backends, tree
 from xformer.backends import Generator
-from xformer.checks import number, require_sizes
+from xformer.dispatch.checks import number, require_sizes
 from xformer.layers import LinearParams, LoRAParams
 from xformer.namespace import array_namespace
 from xformer.tree import Constant, value

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.checks import require_gradient
+from xformer.dispatch.checks import require_gradient
 from xformer.finetune.base import Example, Task, require
 from xformer.finetune.data import SCORE
 from xformer.finetune.heads import is_classifier

@@ -11,7 +11,7 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends import Backend
-from xformer.checks import number, require_sizes
+from xformer.dispatch.checks import number, require_sizes
 from xformer.generation.prefix import (
     PrefilledPrompt,
     backend_of_params,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from xformer.backends import Backend
-from xformer.checks import require_sizes
 from xformer.compiling import records
+from xformer.dispatch.checks import require_sizes
 from xformer.generation import samplers
 from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, width_of
 from xformer.generation.prefix import (

@@ -11,8 +11,8 @@ from array_api_compat import device
 
 from xformer import backends, tree
 from xformer.backends import Backend
-from xformer.backends.arrays import refusal
-from xformer.checks import require_id, require_ids, require_sizes, whole
+from xformer.dispatch.checks import require_id, require_ids, require_sizes, whole
+from xformer.dispatch.subclasses import refusal
 from xformer.generation.prompts import encode_by_program, read_by_program
 from xformer.generation.samplers import Ids
 from xformer.generation.token_ids import start_of

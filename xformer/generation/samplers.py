@@ -19,7 +19,7 @@ import numpy as np
 from array_api_compat import device
 
 from xformer import ops
-from xformer.checks import as_indices, number, require_sizes
+from xformer.dispatch.checks import as_indices, number, require_sizes
 from xformer.namespace import array_namespace
 from xformer.typing import Array
 

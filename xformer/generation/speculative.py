@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer.checks import require_sizes
 from xformer.compiling import records
+from xformer.dispatch.checks import require_sizes
 from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, width_of
 from xformer.generation.prefix import (
     backend_of_params,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import compress
 from typing import Any, Protocol
 
-from xformer.checks import require_utf8
+from xformer.dispatch.checks import require_utf8
 from xformer.generation.constraints import constrained, constraints
 from xformer.generation.generate import stream
 from xformer.generation.prefix import is_iterable, network_of, stop_ids

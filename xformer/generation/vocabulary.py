@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xformer.checks import require_text
+from xformer.dispatch.checks import require_text
 from xformer.files import replacing
 
 VOCABULARY, FORMAT = "vocabulary.json", "xformer-vocabulary-1"

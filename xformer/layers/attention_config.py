@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_cap, require_sizes
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import number, plain_numbers, require_cap, require_sizes
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import (
     AttentionCache,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xformer import layers
-from xformer.backends import Generator
-from xformer.checks import finite, number, plain_numbers
 from xformer.choices import require_one_of
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import finite, number, plain_numbers
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import AttentionParams
 from xformer.layers.attention_config import AttentionConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.dispatch import again, contexts, is_inference, overridable
+from xformer.dispatch import again, current_contexts, is_inference, overridable
 from xformer.layers.block import BlockConfig, BlockParams, block, block_terms
 from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.residual import Terms, summed
@@ -38,7 +38,7 @@ def checkpointed(
         router = RouterCache(cache.router.router_logits, cache.router.ids)
     extended = None if context.segment_memory is None else cache.extended
     about = config, context, router, extended
-    return (y, None), CheckpointCache(x, params, side, *about, contexts())
+    return (y, None), CheckpointCache(x, params, side, *about, current_contexts())
 
 
 @short

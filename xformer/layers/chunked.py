@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from xformer import tree
-from xformer.checks import require_gradient, require_sizes
-from xformer.dispatch import again, contexts, saved
+from xformer.dispatch import again, current_contexts, saved
+from xformer.dispatch.checks import require_gradient, require_sizes
 from xformer.layers.checkpoint import held
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
 from xformer.namespace import array_namespace
@@ -34,7 +34,7 @@ def chunked_feed_forward(
         feed_forward(x[..., chunk, :], params, activation=activation)[0]
         for chunk in _chunks(x, chunk_len)
     ]
-    cache = ChunkedCache(x, params, chunk_len, activation, contexts())
+    cache = ChunkedCache(x, params, chunk_len, activation, current_contexts())
     return xp.concat(parts, axis=-2), saved(cache)
 
 

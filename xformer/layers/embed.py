@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from array_api_compat import device
 
 from xformer import ops
-from xformer.backends import Generator
-from xformer.checks import (
+from xformer.dispatch import saved
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import (
     number,
     plain_numbers,
     require_integers,
@@ -17,14 +18,13 @@ from xformer.checks import (
     require_sizes,
     require_tokens,
 )
-from xformer.dispatch import saved
+from xformer.dispatch.shapes import require_array
 from xformer.initializers import Draw, normal
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.positions import sinusoidal
 from xformer.namespace import array_namespace
 from xformer.ops.sum_to import sum_to
-from xformer.shapes import require_array
 from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array

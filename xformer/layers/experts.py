@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from array_api_compat import device
 
 from xformer import ops
-from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_gradient, require_sizes
 from xformer.choices import require_one_of
 from xformer.dispatch import saved
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import number, plain_numbers, require_gradient, require_sizes
+from xformer.dispatch.shapes import require_array
 from xformer.initializers import Draw, normal
 from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams, linear
@@ -21,7 +22,6 @@ from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.router import route
 from xformer.namespace import array_namespace
 from xformer.ops.activation import gated_unit, require_activation
-from xformer.shapes import require_array
 from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array

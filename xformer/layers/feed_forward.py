@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_sizes
 from xformer.dispatch import overridable
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import number, plain_numbers, require_sizes
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from xformer import ops
-from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_mask, require_sizes
 from xformer.dispatch import is_inference
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import number, plain_numbers, require_mask, require_sizes
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.linear import LinearParams, linear, linear_many

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer.checks import require_sizes
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_sizes
 from xformer.namespace import array_namespace
 from xformer.ops._pointwise import clip
 from xformer.showing import short

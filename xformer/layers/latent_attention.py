@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from xformer import layers, ops
-from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_sizes
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import number, plain_numbers, require_sizes
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.kv_cache import KVCache, append

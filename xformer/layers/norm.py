@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_gradient
 from xformer.dispatch import overridable
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import number, plain_numbers, require_gradient
 from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array

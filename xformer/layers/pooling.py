@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer.checks import require_gradient, require_mask, require_sizes, require_vectors
 from xformer.choices import require_one_of
 from xformer.dispatch import saved
+from xformer.dispatch.checks import require_gradient, require_mask, require_sizes, require_vectors
+from xformer.dispatch.shapes import STORED, dtype_name
 from xformer.namespace import array_namespace
-from xformer.shapes import STORED, dtype_name
 from xformer.showing import short
 from xformer.typing import Array
 

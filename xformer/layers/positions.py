@@ -6,11 +6,11 @@ import functools
 import math
 from typing import Any
 
-from xformer.checks import require_sizes
+from xformer.dispatch.checks import require_sizes
+from xformer.dispatch.shapes import FLOATING, STORED, dtype_name, require_array
 from xformer.layers.constant import constant
 from xformer.namespace import array_namespace
 from xformer.ops._attention import aligned
-from xformer.shapes import FLOATING, STORED, dtype_name, require_array
 from xformer.typing import Array
 
 

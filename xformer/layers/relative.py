@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.backends import Generator
-from xformer.checks import plain_numbers, require_shape, require_sizes
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import plain_numbers, require_shape, require_sizes
 from xformer.initializers import Draw, normal
 from xformer.layers.constant import constant
 from xformer.namespace import array_namespace

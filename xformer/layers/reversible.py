@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from xformer import ops
-from xformer.dispatch import again, contexts, saved
+from xformer.dispatch import again, current_contexts, saved
+from xformer.dispatch.shapes import STORED, dtype_name
 from xformer.layers.block import BlockConfig, BlockParams, block_gradients, branches_of
 from xformer.layers.blocks import BlocksCache, add, order_of, report_block
 from xformer.layers.checkpoint import held
 from xformer.layers.protocol import Context, SideInputs, rate
 from xformer.layers.residual import BranchCache, branched
 from xformer.ready import Ready
-from xformer.shapes import STORED, dtype_name
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -68,7 +68,7 @@ def reversible(
     y = (x1 + x2) / 2
     if context.kv_cache is not None:
         return y, BlocksCache((), network.order, False, tuple(kv_caches))
-    return y, saved(ReversibleCache(x1, x2, network, context.dropout_key, contexts()))
+    return y, saved(ReversibleCache(x1, x2, network, context.dropout_key, current_contexts()))
 
 
 class _Network(NamedTuple):

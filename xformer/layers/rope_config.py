@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from xformer.checks import number, plain_numbers, require_sizes
 from xformer.choices import require_one_of
+from xformer.dispatch.checks import number, plain_numbers, require_sizes
 
 # The parameters that a scaling needs, and those that are optional.
 NEEDS: dict[str, tuple[str, ...]] = {

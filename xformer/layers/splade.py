@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer.checks import require_gradient
 from xformer.choices import require_one_of
 from xformer.dispatch import saved
+from xformer.dispatch.checks import require_gradient
 from xformer.layers.pooling import pool
 from xformer.namespace import array_namespace
 from xformer.showing import short

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xformer import layers, ops
-from xformer.backends import Generator
+from xformer.dispatch.backend import Generator
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
 from xformer.layers.attention_config import AttentionConfig

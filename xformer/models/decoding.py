@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from array_api_compat import device
 
-from xformer.checks import as_indices
+from xformer.dispatch.checks import as_indices
 from xformer.layers.advance import advance
 from xformer.layers.kv_cache import require_rows
 from xformer.layers.protocol import Context, SideInputs

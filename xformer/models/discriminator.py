@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from xformer import ops
-from xformer.backends import Generator
-from xformer.checks import plain_numbers
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import plain_numbers
 from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear

@@ -9,10 +9,17 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer import backends, ops, tree
-from xformer.backends import Backend, Generator
-from xformer.checks import number, plain_numbers, require_mask, require_tokens, require_vectors
-from xformer.dispatch import inference, saved
+from xformer import ops, tree
+from xformer.dispatch import inference, registry, saved
+from xformer.dispatch.backend import Backend, Generator
+from xformer.dispatch.checks import (
+    number,
+    plain_numbers,
+    require_mask,
+    require_tokens,
+    require_vectors,
+)
+from xformer.dispatch.shapes import require_array
 from xformer.initializers import normal, xavier_uniform
 from xformer.layers.advance import advance
 from xformer.layers.attention import KeyValue
@@ -36,7 +43,6 @@ from xformer.models.state import DecodeState
 from xformer.models.usage import not_called, require_params
 from xformer.namespace import array_namespace
 from xformer.ready import Ready, below, report
-from xformer.shapes import require_array
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -137,7 +143,7 @@ class EncoderDecoder:
         self, seed: int = 0, backend: str | Backend = "numpy", dtype: str = "float32"
     ) -> EncoderDecoderParams:
         """Initial parameters: Xavier uniform; embeddings normal with variance 1 / width."""
-        return self.init_from(backends.get(backend).generator(seed, dtype))
+        return self.init_from(registry.get(backend).generator(seed, dtype))
 
     def init_from(self, rng: Generator) -> EncoderDecoderParams:
         """Initial parameters as from `init`, with random numbers, backend and dtype of `rng`."""

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from xformer import backends, ops
-from xformer.backends import Backend, Generator
-from xformer.checks import plain_numbers, require_layers
+from xformer import ops
+from xformer.dispatch import registry
+from xformer.dispatch.backend import Backend, Generator
+from xformer.dispatch.checks import plain_numbers, require_layers
 from xformer.layers.attention_config import AttentionConfig
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig
@@ -129,7 +130,7 @@ class GPT:
         The last weights of each residual branch are scaled by (2 n_layers)^-1/2, as in GPT-2,
         unless the block has a residual_scale.
         """
-        return self.init_from(backends.get(backend).generator(seed, dtype))
+        return self.init_from(registry.get(backend).generator(seed, dtype))
 
     def init_from(self, rng: Generator) -> LanguageModelParams:
         """Initial parameters as from `init`, with random numbers, backend and dtype of `rng`."""

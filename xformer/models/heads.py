@@ -21,9 +21,9 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from xformer import ops
-from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_sizes
 from xformer.choices import require_one_of
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import number, plain_numbers, require_sizes
 from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear

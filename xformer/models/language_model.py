@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer import backends, layers, models, ops, tree
-from xformer.backends import Backend, Generator
-from xformer.checks import (
+from xformer import layers, models, ops, tree
+from xformer.dispatch import inference, registry, saved
+from xformer.dispatch.backend import Backend, Generator
+from xformer.dispatch.checks import (
     number,
     plain_numbers,
     require_sizes,
     require_tokens,
     require_vectors,
 )
-from xformer.dispatch import inference, saved
+from xformer.dispatch.shapes import require_array
 from xformer.initializers import normal
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
@@ -52,7 +53,6 @@ from xformer.models.usage import not_called, require_params
 from xformer.namespace import array_namespace
 from xformer.ops._loss import one
 from xformer.ready import Ready, below, report
-from xformer.shapes import require_array
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -200,7 +200,7 @@ class LanguageModel:
         The last weights of each residual branch are scaled by (2 n_layers)^-1/2, as in GPT-2,
         unless the block has a residual_scale.
         """
-        return self.init_from(backends.get(backend).generator(seed, dtype))
+        return self.init_from(registry.get(backend).generator(seed, dtype))
 
     def init_from(self, rng: Generator) -> LanguageModelParams:
         """Initial parameters as from `init`, with random numbers, backend and dtype of `rng`."""

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from xformer import ops, tree
-from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_cap
+from xformer.dispatch.backend import Generator
+from xformer.dispatch.checks import number, plain_numbers, require_cap
 from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear

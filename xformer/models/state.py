@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer.checks import as_indices, require_mask
+from xformer.dispatch.checks import as_indices, require_mask
 from xformer.layers.kv_cache import KVCache, write_indices
 from xformer.namespace import array_namespace
 from xformer.showing import short

@@ -8,9 +8,10 @@ from typing import Any
 
 from array_api_compat import device
 
-from xformer import backends, ops
-from xformer.backends import Backend, Generator
-from xformer.checks import (
+from xformer import ops
+from xformer.dispatch import inference, registry
+from xformer.dispatch.backend import Backend, Generator
+from xformer.dispatch.checks import (
     as_indices,
     plain_numbers,
     require_id,
@@ -18,7 +19,6 @@ from xformer.checks import (
     require_sizes,
     require_tokens,
 )
-from xformer.dispatch import inference
 from xformer.layers.attention_config import AttentionConfig
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig
@@ -144,7 +144,7 @@ class Transformer:
         self, seed: int = 0, backend: str | Backend = "numpy", dtype: str = "float32"
     ) -> EncoderDecoderParams:
         """Initial parameters: Xavier uniform; embeddings normal with variance 1 / width."""
-        return self.init_from(backends.get(backend).generator(seed, dtype))
+        return self.init_from(registry.get(backend).generator(seed, dtype))
 
     def init_from(self, rng: Generator) -> EncoderDecoderParams:
         """Initial parameters as from `init`, with random numbers, backend and dtype of `rng`."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer.checks import finite, require_cap, require_mask, whole
+from xformer.dispatch.checks import finite, require_cap, require_mask, whole
 from xformer.namespace import array_namespace
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from array_api_compat import device
 
-from xformer.checks import finite, number, whole
+from xformer.dispatch.checks import finite, number, whole
+from xformer.dispatch.shapes import working_dtype
 from xformer.namespace import array_namespace
-from xformer.shapes import working_dtype
 from xformer.typing import Array
 
 

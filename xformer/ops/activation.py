@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.checks import require_gradient
 from xformer.choices import require_one_of
 from xformer.dispatch import saved
+from xformer.dispatch.checks import require_gradient
 from xformer.showing import short
 from xformer.typing import Array
 

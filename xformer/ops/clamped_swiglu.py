@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_cap, require_gradient
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
 from xformer.ops._pointwise import clip
 from xformer.ops.quick_gelu import quick_gelu
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

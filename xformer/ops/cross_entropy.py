@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 from array_api_compat import device
 
-from xformer.checks import (
+from xformer.dispatch import overridable
+from xformer.dispatch.checks import (
     require_axis,
     require_gradient,
     require_in_range,
     require_integers,
     whole,
 )
-from xformer.dispatch import overridable
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
 from xformer.ops._loss import loss_options, one
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

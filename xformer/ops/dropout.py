@@ -7,11 +7,11 @@ from typing import NamedTuple, cast
 
 from array_api_compat import device
 
-from xformer.checks import number, require_shape
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import number, require_shape
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
 from xformer.ops.random_bits import RandomKey, random_bits, require_key
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

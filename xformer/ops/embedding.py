@@ -8,10 +8,10 @@ from typing import NamedTuple
 from array_api_compat import device
 
 from xformer import ops
-from xformer.checks import require_ids, require_shape
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_ids, require_shape
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_gradient
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
 from xformer.ops._pointwise import clip
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

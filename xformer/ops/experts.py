@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer.checks import require_axis, require_gradient, require_ids
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_axis, require_gradient, require_ids
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
 from xformer.ops.activation import gated_unit
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

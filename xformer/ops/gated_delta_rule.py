@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer.checks import require_gradient, require_sizes
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_gradient, require_sizes
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
 from xformer.ops._attention import scale_of
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from array_api_compat import device
 
-from xformer.checks import require_ids, require_shape
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_ids, require_shape
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from array_api_compat import device
 
-from xformer.checks import finite, require_axis, require_gradient
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import finite, require_axis, require_gradient
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
 from xformer.ops._loss import one
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer.dispatch import overridable
+from xformer.dispatch.shapes import shapes
 from xformer.ops.cross_entropy import cross_entropy
 from xformer.ops.linear import linear
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

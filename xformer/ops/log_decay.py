@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_gradient
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
 from xformer.ops.sigmoid import stable_sigmoid
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

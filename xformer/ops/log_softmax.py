@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_axis, require_gradient
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device, is_array_api_obj
 
-from xformer.checks import require_in_range, require_integers, require_sizes
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_in_range, require_integers, require_sizes
+from xformer.dispatch.shapes import require_array
 from xformer.namespace import array_namespace
-from xformer.shapes import require_array
 from xformer.typing import Array
 
 ROUNDS = 10

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_gradient
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
 from xformer.ops._attention import (
     fold,
@@ -17,7 +18,6 @@ from xformer.ops._attention import (
 from xformer.ops.dropout import DropoutCache, dropout
 from xformer.ops.random_bits import RandomKey
 from xformer.ops.sum_to import sum_to
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from array_api_compat import device
 
-from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_gradient
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
 from xformer.ops._attention import (
     aligned,
@@ -22,7 +23,6 @@ from xformer.ops._attention import (
 from xformer.ops._pointwise import clip
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import RandomKey
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

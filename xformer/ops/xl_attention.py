@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from array_api_compat import device
 
-from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import require_gradient
+from xformer.dispatch.shapes import shapes
 from xformer.namespace import array_namespace
 from xformer.ops._attention import fold, forbid, require_heads, scale_of, softmax_or_zero, unfold
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import RandomKey
-from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 

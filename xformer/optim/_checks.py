@@ -11,9 +11,9 @@ from typing import Any
 from array_api_compat import is_array_api_obj
 
 from xformer import tree
-from xformer.checks import finite, number, require_gradient
+from xformer.dispatch.checks import finite, number, require_gradient
+from xformer.dispatch.shapes import alike, require_array
 from xformer.namespace import array_namespace
-from xformer.shapes import alike, require_array
 from xformer.typing import Array
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xformer import tree
-from xformer.checks import finite, number
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import finite, number
 from xformer.namespace import array_namespace
 from xformer.optim._checks import (
     all_distinct,

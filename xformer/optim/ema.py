@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xformer.checks import number
 from xformer.dispatch import overridable
+from xformer.dispatch.checks import number
 from xformer.optim._checks import all_distinct, rebuilt, side_by_side
 from xformer.typing import Array, Tree
 

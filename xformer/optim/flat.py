@@ -9,7 +9,7 @@ from typing import Any
 from array_api_compat import device
 
 from xformer import tree
-from xformer.checks import require_gradient
+from xformer.dispatch.checks import require_gradient
 from xformer.namespace import array_namespace
 from xformer.optim._checks import require_arrays
 from xformer.typing import Array

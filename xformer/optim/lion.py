@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import tree
-from xformer.checks import finite
+from xformer.dispatch.checks import finite
 from xformer.ops._pointwise import sign
 from xformer.optim._checks import (
     in_dtype,

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from xformer import tree
-from xformer.checks import number, require_sizes
+from xformer.dispatch.checks import number, require_sizes
 from xformer.namespace import array_namespace
 from xformer.optim._checks import require_arrays
 from xformer.typing import Array

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from xformer import tree
-from xformer.checks import number, plain_numbers, require_sizes
 from xformer.choices import require_one_of
+from xformer.dispatch.checks import number, plain_numbers, require_sizes
 from xformer.optim._checks import learning_rate, matching, rebuilt
 from xformer.optim.adafactor import adafactor, adafactor_init
 from xformer.optim.adam import adam, adam_init, adamw, adamw_init

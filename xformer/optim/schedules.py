@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from xformer.checks import finite, number, require_sizes, whole
 from xformer.choices import require_one_of
+from xformer.dispatch.checks import finite, number, require_sizes, whole
 
 Schedule: TypeAlias = Callable[[int], float]
 

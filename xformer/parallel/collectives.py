@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xformer.checks import require_axis
+from xformer.dispatch.checks import require_axis
 from xformer.namespace import array_namespace
 from xformer.parallel.parts import all_parts, joined, own_part
 from xformer.showing import short

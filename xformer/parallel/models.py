@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from xformer import ops, tree
 from xformer.backends import Generator
-from xformer.checks import number
 from xformer.dispatch import reference_only, saved
+from xformer.dispatch.checks import number
 from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
 from xformer.layers.embed import EmbedConfig

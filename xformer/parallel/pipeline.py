@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from xformer import backends, tree
-from xformer.checks import require_sizes
 from xformer.choices import require_one_of
+from xformer.dispatch.checks import require_sizes
 from xformer.layers.embed import EmbedParams
 from xformer.models.language_model import LanguageModel, LanguageModelParams
 from xformer.models.loss import LossCache

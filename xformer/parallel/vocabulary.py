@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from array_api_compat import device
 
 from xformer import ops
-from xformer.checks import require_gradient, require_ids, require_shape
+from xformer.dispatch.checks import require_gradient, require_ids, require_shape
 from xformer.namespace import array_namespace
 from xformer.ops._loss import loss_options, one
 from xformer.ops.cross_entropy import split_ignored

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import backends, tree
-from xformer.checks import require_sizes
 from xformer.dispatch import reference_only
+from xformer.dispatch.checks import require_sizes
 from xformer.initializers import fixup
 from xformer.layers import (
     AttentionConfig,

@@ -14,8 +14,8 @@ from array_api_compat import device
 
 from xformer import backends, tree
 from xformer.backends import Backend
-from xformer.checks import require_sizes, require_utf8
 from xformer.compiling import bucket, records
+from xformer.dispatch.checks import require_sizes, require_utf8
 from xformer.models import LanguageModel
 from xformer.models.in_words import in_words
 from xformer.models.language_model import LanguageModelParams

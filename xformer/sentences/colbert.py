@@ -13,8 +13,8 @@ import numpy as np
 from array_api_compat import device
 
 from xformer import ops
-from xformer.checks import require_sizes
 from xformer.compiling import Forward
+from xformer.dispatch.checks import require_sizes
 from xformer.namespace import array_namespace
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import CONFIG, open_tensors

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from xformer import ops
-from xformer.checks import require_sizes
 from xformer.choices import require_one_of
 from xformer.compiling import Forward
+from xformer.dispatch.checks import require_sizes
+from xformer.dispatch.shapes import require_array
 from xformer.layers import pooling as layers_pooling
 from xformer.namespace import array_namespace
 from xformer.sentences.batches import (
@@ -24,7 +25,6 @@ from xformer.sentences.batches import (
 )
 from xformer.sentences.dense import Dense, dense, maps_like, width_after
 from xformer.sentences.settings import SIMILARITIES
-from xformer.shapes import require_array
 from xformer.typing import Array
 
 ALIASES = {"cls": "first"}

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.checks import require_sizes, require_utf8
 from xformer.choices import require_one_of
 from xformer.compiling import Forward
+from xformer.dispatch.checks import require_sizes, require_utf8
 from xformer.models import Classifier
 from xformer.models.in_words import in_words
 from xformer.sentences.batches import (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.checks import require_sizes
+from xformer.dispatch.checks import require_sizes
 from xformer.sentences.batches import longest, require_language_model
 from xformer.sentences.embed import embed, similarity
 from xformer.sentences.index import (

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.checks import require_sizes
 from xformer.choices import require_one_of
 from xformer.compiling import Forward
+from xformer.dispatch.checks import require_sizes
 from xformer.models import TokenClassifier
 from xformer.models.in_words import in_words
 from xformer.pretrained.tokenizer import Encoding

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xformer.checks import number, plain_numbers, require_sizes
 from xformer.choices import require_one_of
+from xformer.dispatch.checks import number, plain_numbers, require_sizes
+from xformer.dispatch.shapes import STORED
 from xformer.optim import OPTIMISERS, Optimiser, Rule, Schedule, decay_matrices, grouped, schedules
 from xformer.optim._checks import two_betas
-from xformer.shapes import STORED
 from xformer.training.shuffle import require_seed
 
 # Name -> schedule after the warmup, by the peak, the remaining steps and the final fraction.

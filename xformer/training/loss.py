@@ -10,7 +10,7 @@ import numpy as np
 
 from xformer import backends, ops, tree
 from xformer.backends import Backend
-from xformer.checks import require_ids
+from xformer.dispatch.checks import require_ids
 from xformer.models import SegmentMemory
 from xformer.training.batch import Batch
 from xformer.typing import Array

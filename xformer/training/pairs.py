@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.backends.arrays import refusal
-from xformer.checks import require_sizes
+from xformer.dispatch.checks import require_sizes
+from xformer.dispatch.subclasses import refusal
 from xformer.training.batch import IGNORED, WIDTH, Batch, padded, spread
 from xformer.training.shuffle import permuted, require_seed
 

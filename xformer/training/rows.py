@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.checks import require_sizes
+from xformer.dispatch.checks import require_sizes
 from xformer.training.batch import Batch, spread
 from xformer.training.shuffle import permuted, require_seed
 

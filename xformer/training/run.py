@@ -31,7 +31,7 @@ import numpy as np
 
 from xformer import __version__, backends, pretrained, tree
 from xformer.backends import Backend
-from xformer.checks import require_sizes
+from xformer.dispatch.checks import require_sizes
 from xformer.files import PART, aside, remove_parts, replacing
 from xformer.lock import LOCK, locked
 from xformer.showing import size

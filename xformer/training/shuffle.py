@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.checks import require_sizes
+from xformer.dispatch.checks import require_sizes
 
 ROUNDS = 8
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio

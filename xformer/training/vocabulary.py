@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xformer.checks import whole
 from xformer.choices import did_you_mean
+from xformer.dispatch.checks import whole
 from xformer.generation.vocabulary import FORMAT, VOCABULARY, Bytes, Characters
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, read_json

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.base import INSTALL_CUDA
+from xformer.dispatch.backend import INSTALL_CUDA
 from xformer.launcher import by_mpi
 from xformer.typing import Array
 from xformer.world import world as found_world

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from xformer.checks import require_sizes
+from xformer.dispatch.checks import require_sizes
 from xformer.typing import Array
 from xformer.world.base import World, on_host
 

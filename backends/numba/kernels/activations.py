@@ -36,7 +36,7 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
-from xformer.checks import require_gradient
+from xformer.dispatch.checks import require_gradient
 from xformer.ops.quick_gelu import SLOPE
 from xformer.ops.silu import FAR
 from xformer.showing import short

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from xformer.backends.numba.kernels import layer_norm, rms_norm
 from xformer.backends.numba.kernels.layout import unrecordable
-from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_axis, require_gradient
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.norm import add_norm as reference
 from xformer.showing import short

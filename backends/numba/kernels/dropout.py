@@ -22,8 +22,8 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.traced import Traced, constant
-from xformer.checks import require_shape
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_shape
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import MASK, RandomKey
 from xformer.showing import short

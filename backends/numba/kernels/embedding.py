@@ -13,8 +13,8 @@ from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
-from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_ids, require_shape
 from xformer.showing import short
 from xformer.typing import Array
 

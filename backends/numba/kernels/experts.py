@@ -36,8 +36,8 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
-from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_gradient
 from xformer.ops.clamped_swiglu import LIMIT
 from xformer.ops.experts import experts as op
 from xformer.ops.experts import require_choice

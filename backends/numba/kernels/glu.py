@@ -36,8 +36,8 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
-from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_gradient
 from xformer.ops.glu import GluCache as ReferenceCache
 from xformer.ops.silu import FAR
 from xformer.showing import short

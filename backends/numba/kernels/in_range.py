@@ -9,8 +9,8 @@ import numpy as np
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import NOTHING, Native, native, numbers, words
-from xformer.checks import in_range
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import in_range
 
 
 @kernel(in_range, "numba.kernels")

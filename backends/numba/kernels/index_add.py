@@ -21,8 +21,8 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.program import Program
-from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_ids, require_shape
 from xformer.showing import short
 from xformer.typing import Array
 

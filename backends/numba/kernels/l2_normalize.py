@@ -19,8 +19,8 @@ from xformer.backends.numba.kernels.layout import (
 )
 from xformer.backends.numba.kernels.norms import block, pieces_of
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
-from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import number, require_axis, require_gradient
 from xformer.ops.l2_normalize import L2NormalizeCache as ReferenceCache
 from xformer.showing import short
 from xformer.typing import Array

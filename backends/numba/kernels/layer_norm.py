@@ -31,8 +31,8 @@ from xformer.backends.numba.kernels.norms import (
 )
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
 from xformer.backends.numpy import layer_norm as numpys
-from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import number, require_axis, require_gradient
 from xformer.ops.layer_norm import LayerNormCache as ReferenceCache
 from xformer.showing import short
 from xformer.typing import Array

@@ -29,8 +29,8 @@ from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.program.traced import constant
 from xformer.backends.numba.registers import HIGH
 from xformer.backends.numba.tuning import SPEED
-from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
+from xformer.dispatch.checks import require_gradient
 from xformer.ops._loss import loss_options
 from xformer.showing import short
 from xformer.typing import Array

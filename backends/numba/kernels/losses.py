@@ -16,7 +16,7 @@ from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, bits, float32s, native, real, words
 from xformer.backends.numba.program.program import Program
-from xformer.checks import as_indices
+from xformer.dispatch.checks import as_indices
 from xformer.ops._loss import LossOptions
 from xformer.ops.cross_entropy import split_ignored
 from xformer.typing import Array

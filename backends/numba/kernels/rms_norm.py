@@ -30,8 +30,8 @@ from xformer.backends.numba.kernels.norms import (
     summed,
 )
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
-from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import number, require_axis, require_gradient
 from xformer.ops.rms_norm import RmsNormCache as ReferenceCache
 from xformer.showing import short
 from xformer.typing import Array

@@ -16,8 +16,8 @@ from xformer.backends.numba.kernels.layout import (
 )
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
-from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_gradient
 from xformer.ops.rope import RopeCache as ReferenceCache
 from xformer.ops.rope import require_tables
 from xformer.showing import short

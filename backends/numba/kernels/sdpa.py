@@ -25,8 +25,8 @@ from xformer.backends.numba.program.program import Program, of
 from xformer.backends.numba.program.traced import Traced
 from xformer.backends.numba.tuning import HEADS, WORTH
 from xformer.backends.numpy.tiles import FEW
-from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_gradient
 from xformer.ops._attention import sdpa_options
 from xformer.showing import short
 from xformer.typing import Array

@@ -7,8 +7,8 @@ from functools import partial
 from xformer import ops
 from xformer.backends.numba.kernels.activations import TANH, NumbaActivationCache, activate
 from xformer.backends.numba.kernels.layout import unrecordable
-from xformer.checks import require_cap
 from xformer.dispatch import kernel
+from xformer.dispatch.checks import require_cap
 from xformer.typing import Array
 
 

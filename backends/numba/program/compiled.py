@@ -15,14 +15,14 @@ import numpy as np
 
 from xformer import tree
 from xformer.backends import results
-from xformer.backends.arrays import refusal
-from xformer.backends.base import next_arguments, summary
 from xformer.backends.numba.program import timing
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, gap_free
 from xformer.backends.numba.program.traced import Traced, TracedNumber, Unrecorded
 from xformer.backends.numpy.threads import n_threads
-from xformer.dispatch import Refused, contexts
+from xformer.dispatch import Refused, current_contexts
+from xformer.dispatch.backend import next_arguments, summary
+from xformer.dispatch.subclasses import refusal
 from xformer.keys import exact
 
 KEPT = 16  # programs of one function that are kept: those of the last kinds of arguments
@@ -105,7 +105,7 @@ class Compiled:
 
         Inputs are the arrays and numbers of the arguments; arrays that have gaps are copied.
         """
-        inputs, kind = list[Any](), list[Any]([n_threads(), contexts()])
+        inputs, kind = list[Any](), list[Any]([n_threads(), current_contexts()])
         for i, argument in enumerate(arguments):
             flags = DONATED if i in self.donated else READ
             leaves, nodes = tree.parts(argument)

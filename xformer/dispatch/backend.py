@@ -1,4 +1,4 @@
-"""The interface of all backends."""
+"""The interface of all backends, and their generators of random arrays."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from xformer import tree
-from xformer.backends.arrays import refusal
-from xformer.checks import require_sizes
-from xformer.shapes import STORED, working_dtype
+from xformer.dispatch.checks import require_sizes
+from xformer.dispatch.shapes import STORED, working_dtype
+from xformer.dispatch.subclasses import refusal
 from xformer.typing import Array
 
 INSTALL_CUDA = (

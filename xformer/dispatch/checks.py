@@ -9,14 +9,14 @@ from numbers import Real
 from typing import Any
 
 from xformer.dispatch import overridable
-from xformer.namespace import array_namespace
-from xformer.shapes import (
+from xformer.dispatch.shapes import (
     dtype_name,
     require_array,
     require_like,
     require_same_device,
     require_same_library,
 )
+from xformer.namespace import array_namespace
 from xformer.showing import size
 from xformer.typing import Array
 

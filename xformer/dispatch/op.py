@@ -13,37 +13,28 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
-from xformer.choices import did_you_mean, require_one_of
-from xformer.showing import short
+from xformer.choices import did_you_mean
+from xformer.dispatch.contexts import (
+    CHOSEN,
+    INFERENCE,
+    OBSERVER,
+    REFERENCE_ONLY,
+    SETS,
+    UNFUSED,
+    WITHOUT_KERNELS,
+    NoCache,
+)
+from xformer.dispatch.libraries import LIBRARIES, Refused, library_of, package_of, plugins
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Unsupported = Callable[..., str | None]
-Observer = Callable[..., Callable[..., Any]]  # (op, its implementation) -> what runs instead
-
-# Module that defines an array type -> folder under backends/, if the two names differ.
-_FOLDERS = {"jaxlib": "jax"}
-
-# Name in `kernels` -> the library that its kernels for NumPy arrays are registered for.
-_SETS = {"numpy": "numpy", "numba": "numba", "mkl": "numba"}
-
-_chosen: ContextVar[str] = ContextVar("kernels", default="numpy")
-_reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
-# Ops that run their references, whatever the rest does.
-_without_kernels: ContextVar[tuple[Any, ...]] = ContextVar("without_kernels", default=())
-_unfused: ContextVar[bool] = ContextVar("unfused", default=False)
-_inference: ContextVar[bool] = ContextVar("inference", default=False)
-_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
-_DECIDING: Any = _chosen, _reference_only, _without_kernels, _unfused, _inference
 _ops: list[Overridable[..., Any]] = []
-_libraries: dict[type, str] = {}
 
 
 class Kernel(NamedTuple):
@@ -53,32 +44,6 @@ class Kernel(NamedTuple):
     library: str
     unsupported: Unsupported | None  # same arguments -> why it cannot run, or None
     storage_dtypes: tuple[str, ...] = ()  # dtypes that only kernels can read
-
-
-class Refused(TypeError):
-    """Raised by `library_of` for an array type that a backend rejects, such as some subclasses.
-
-    got: the type and the reason, for messages that end with "got ..."
-    """
-
-    def __init__(self, got: str) -> None:
-        super().__init__(f"an array must be of a library's own type, got {got}")
-        self.got = got
-
-
-@short
-class NoCache(NamedTuple):
-    """The cache that ops and models return within `inference()`. It has no backward."""
-
-    def backward(self, *dy: Any) -> Any:
-        """Raise RuntimeError."""
-        raise RuntimeError(f"backward: the cache was {_MADE}")
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name}: the cache was {_MADE}")
-
-
-_MADE = "made within inference(), which saves nothing"
 
 
 class Overridable(Generic[P, R]):
@@ -120,13 +85,13 @@ class Overridable(Generic[P, R]):
         if self._check is not None:
             self._check(args, kwargs, self)
         kind = type(args[0]) if args else list
-        library = None if kind is list else _libraries.get(kind)  # faster than `_library`
+        library = None if kind is list else LIBRARIES.get(kind)  # faster than `_library`
         if library is None:
             library = self._library(args, kwargs)
         if library not in self._imported:
             self.import_kernels(library)
         kernels = self.kernels.get(library)
-        if library == "numpy" and _chosen.get() != "numpy":
+        if library == "numpy" and CHOSEN.get() != "numpy":
             kernels = self.asked(library)
         run: Any = None
         try:
@@ -143,9 +108,9 @@ class Overridable(Generic[P, R]):
                     raise TypeError(why)
             if run is None:
                 run = self.reference
-            if (observe := _observer.get()) is not None:
+            if (observe := OBSERVER.get()) is not None:
                 run = observe(self, run)
-            if self.drops and _inference.get():
+            if self.drops and INFERENCE.get():
                 y, _ = run(*args, **kwargs)
                 return y, NoCache()  # type: ignore[return-value]  # in place of the op's own cache
             result: R = run(*args, **kwargs)
@@ -177,7 +142,7 @@ class Overridable(Generic[P, R]):
 
     def asked(self, library: str) -> list[Kernel]:
         """The kernels that a call with a library's arrays tries in this context, in order."""
-        registered, chosen = self.import_kernels(library), _SETS[_chosen.get()]
+        registered, chosen = self.import_kernels(library), SETS[CHOSEN.get()]
         if library != "numpy" or chosen == "numpy":
             return registered
         return [*self.import_kernels(chosen), *registered]
@@ -188,9 +153,9 @@ class Overridable(Generic[P, R]):
 
     def _off(self) -> str | None:
         """The context that switches the kernels of this op off; None if there is none."""
-        if _reference_only.get() or self in _without_kernels.get():
+        if REFERENCE_ONLY.get() or self in WITHOUT_KERNELS.get():
             return "reference_only()"
-        return "unfused()" if self.composite and _unfused.get() else None
+        return "unfused()" if self.composite and UNFUSED.get() else None
 
     def _refusal(self, kernels: list[Kernel], args: Any, kwargs: Any) -> str | None:
         """The reason why the reference cannot read the arrays; None if it can."""
@@ -290,64 +255,6 @@ def kernel(
     return register
 
 
-def library_of(array_type: type) -> str:
-    """The name of the library that defines `array_type`. The first call imports its backend.
-
-    A library without a folder under `backends/` runs the references. ImportError if a backend
-    cannot be imported: otherwise it would be slow without a message. Refused if the backend's
-    `refusal` rejects the type: a subclass may compute differently from its library's arrays.
-    """
-    library = _libraries.get(array_type)
-    if library is None:
-        library = _libraries[array_type] = _find_library(array_type)
-    return library
-
-
-def refusal(array_type: type) -> str | None:
-    """The reason why an array type is not supported; None if it is."""
-    try:
-        library_of(array_type)
-    except Refused as error:
-        return error.got
-    return None
-
-
-def _find_library(array_type: type) -> str:
-    named: str | None = getattr(array_type, "__xformer_library__", None)
-    if named is not None:
-        return named
-    roots = [base.__module__.partition(".")[0] for base in array_type.__mro__]
-    names = [_FOLDERS.get(root, root) for root in roots]
-    for name in names:  # a user's subclass belongs to the library of its base class
-        if (package := package_of(name)) is not None:
-            backend = importlib.import_module(package)
-            if hasattr(backend, "refusal") and (why := backend.refusal(array_type)):
-                raise Refused(why)
-            return name
-    return names[0]
-
-
-@functools.cache
-def package_of(library: str) -> str | None:
-    """The package with the backend of a library; None if there is none.
-
-    It is a folder of `xformer.backends`, or the value of an entry point in the group
-    `xformer.backends` whose name is that of the library's module.
-    """
-    package = f"xformer.backends.{library}"
-    if importlib.util.find_spec(package) is not None:
-        return package
-    return plugins().get(library)
-
-
-@functools.cache
-def plugins() -> dict[str, str]:
-    """Backends of other distributions: their packages by the name of the library's module."""
-    from importlib.metadata import entry_points  # takes long to import
-
-    return {point.name: point.value for point in entry_points(group="xformer.backends")}
-
-
 def _is_of_backend(kernel: Kernel) -> bool:
     module = f"{kernel.run.__module__}."
     if module.startswith("xformer."):  # most are; `plugins` takes long the first time
@@ -363,47 +270,6 @@ def _import_if_there(module: str) -> None:
             raise
 
 
-def is_reference_only() -> bool:
-    """Whether the call is within `reference_only()`."""
-    return _reference_only.get()
-
-
-@contextmanager
-def kernels(name: Any) -> Iterator[None]:
-    """A context in which the kernels of backend `name` run for NumPy arrays.
-
-    name: "numpy"; "numba": its kernels are tried before NumPy's; "mkl": like "numba", with matmuls
-        by Intel's MKL. Or the backend of that name.
-
-    Other threads and tasks are not affected. `active()` of a backend of that name enters this
-    context, and so do functions that get the backend as an argument. Use it around a call, never
-    across a yield: a generator would leave its caller in the context.
-
-    ValueError for another name. `backends.Unusable`, an ImportError that names the extra, if the
-    backend is not installed.
-    """
-    name = getattr(name, "name", name)
-    if name not in _SETS:
-        require_one_of("kernels: name", name, _SETS)
-    if name != "numpy":
-        _require_usable(name)
-    token = _chosen.set(name)
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
-
-
-def chosen_kernels() -> str:
-    """The backend whose kernels run for NumPy arrays: the name in `kernels`, else "numpy"."""
-    return _chosen.get()
-
-
-@functools.cache  # errors are not cached
-def _require_usable(name: str) -> None:
-    importlib.import_module("xformer.backends").require_kernels(name)
-
-
 @contextmanager
 def reference_only(*ops: Overridable[..., Any]) -> Iterator[None]:
     """A context in which every op, or each of `ops`, runs its reference and no kernel.
@@ -413,85 +279,13 @@ def reference_only(*ops: Overridable[..., Any]) -> Iterator[None]:
     for op in ops:
         if not isinstance(op, Overridable):
             raise TypeError(f"reference_only: ops must be ops, such as xf.ops.linear, got {op!r}")
-    every = _reference_only.set(not ops or _reference_only.get())
-    chosen = _without_kernels.set((*_without_kernels.get(), *ops))
+    every = REFERENCE_ONLY.set(not ops or REFERENCE_ONLY.get())
+    chosen = WITHOUT_KERNELS.set((*WITHOUT_KERNELS.get(), *ops))
     try:
         yield
     finally:
-        _without_kernels.reset(chosen)
-        _reference_only.reset(every)
-
-
-@contextmanager
-def unfused() -> Iterator[None]:
-    """A context in which ops that call other ops run their references, and the others kernels.
-
-    So the cache of a model has a node for each layer and each op, as `xf.watch` and `xf.edit` need.
-    """
-    token = _unfused.set(True)
-    try:
-        yield
-    finally:
-        _unfused.reset(token)
-
-
-@contextmanager
-def inference() -> Iterator[None]:
-    """A context in which ops save nothing for backward, so that a forward needs less memory.
-
-    A backward then raises RuntimeError. Use it around a call, never across a yield: a generator
-    would leave its caller in the context. On JAX, the remaining caches hold only arrays and
-    numbers, so a function compiled by `jax.jit` may return them.
-    """
-    token = _inference.set(True)
-    try:
-        yield
-    finally:
-        _inference.reset(token)
-
-
-@contextmanager
-def observed(observer: Observer | None) -> Iterator[None]:
-    """A context in which `observer(op, run)` returns the function that is called instead of `run`.
-
-    run: the chosen kernel, or the reference. None: no observer, as outside.
-    """
-    token = _observer.set(observer)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
-
-
-def observer() -> Observer | None:
-    """The observer of the calls in this context; None if there is none."""
-    return _observer.get()
-
-
-def is_inference() -> bool:
-    """Whether the call is within `inference()`, so that nothing must be saved for backward."""
-    return _inference.get()
-
-
-def contexts() -> tuple[Any, ...]:
-    """The values of all contexts that decide which function an op runs, and what it returns."""
-    return tuple(x.get() for x in _DECIDING)
-
-
-@contextmanager
-def again(values: tuple[Any, ...]) -> Iterator[None]:
-    """Set these values of `contexts()`: backward runs a forward again as it ran first."""
-    tokens = [x.set(value) for x, value in zip(_DECIDING, values, strict=True)]
-    try:
-        yield
-    finally:
-        for x, token in zip(_DECIDING, tokens, strict=True):
-            x.reset(token)
-
-
-def saved(cache: Any) -> Any:
-    """`cache`, which only backward uses; NoCache within `inference()`."""
-    return NoCache() if _inference.get() else cache
+        WITHOUT_KERNELS.reset(chosen)
+        REFERENCE_ONLY.reset(every)
 
 
 def explain(op: Overridable[..., Any], *args: Any, **kwargs: Any) -> str:
