@@ -11,7 +11,7 @@ import pytest
 import xformer as xf
 from xformer import GPT, ops, tree
 from xformer.layers import FeedForwardParams, LinearParams
-from xformer.layers.chunked import chunked_feed_forward
+from xformer.layers.feed_forward import chunked_feed_forward
 
 IDS = np.random.default_rng(0).integers(0, 19, (3, 8))
 Forward = Callable[[], tuple[Any, Callable[[Any], Any]]]

@@ -17,7 +17,8 @@ from xformer import GPT, Transformer, backends, layers, ops, tree
 from xformer.backends import Backend
 from xformer.catalogue import Case, cases
 from xformer.generation import generate
-from xformer.layers.checkpoint import CheckpointCache, held
+from xformer.layers.checkpoint import CheckpointCache
+from xformer.ops.barrier import barrier
 
 NUMPY = backends.get("numpy")
 SUBJECTS = ("stack", "GPT", "Transformer", "LanguageModel", "EncoderDecoder")
@@ -206,7 +207,7 @@ def test_the_peak_of_a_step_falls() -> None:
 def test_held_changes_nothing(library: Backend) -> None:
     x, dy = library.asarray([-0.0, 1.5, float("nan")], "float32"), library.asarray([0.0], "float32")
     memory, key = layers.KeyValue(x, dy), ops.RandomKey(1, step=2)
-    assert held(x, memory=memory, key=key, dy=dy) == (x, memory, key)
+    assert barrier(x, memory=memory, key=key, dy=dy) == (x, memory, key)
 
 
 def jitted(model: Any, params: Any, tokens: Any, step: Any) -> Any:
@@ -249,7 +250,7 @@ def test_held_under_jit(library: Backend) -> None:
 
     def run(x: Any, dy: Any, step: Any) -> Any:
         memory = layers.KeyValue(2 * x, None)
-        x, memory, key = held(x, memory=memory, key=ops.RandomKey(1, step, 5), dy=dy)
+        x, memory, key = barrier(x, memory=memory, key=ops.RandomKey(1, step, 5), dy=dy)
         return x, memory, key.step
 
     for dy in (jnp.zeros((0, 3)), jnp.zeros(3), jnp.full((2, 3), jnp.nan)):

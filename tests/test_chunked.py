@@ -15,7 +15,7 @@ from xformer import GPT, backends, inference, ops, tree
 from xformer.backends import Backend
 from xformer.finetune import lora
 from xformer.layers import FeedForwardConfig, FeedForwardParams, feed_forward
-from xformer.layers.chunked import ChunkedCache, chunked_feed_forward
+from xformer.layers.feed_forward import ChunkedCache, chunked_feed_forward
 from xformer.models import LanguageModel
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "d_model": 32, "n_heads": 4, "max_len": 64}

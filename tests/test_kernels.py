@@ -27,11 +27,11 @@ from xformer.dispatch import Kernel, Overridable
 from xformer.dispatch.checks import in_range
 from xformer.layers import blocks
 from xformer.layers.advance import advance
-from xformer.layers.checkpoint import held
 from xformer.layers.constant import constant
 from xformer.layers.kv_cache import append
 from xformer.layers.rope_tables import cos_sin
 from xformer.ops import embedding, index_add, random_bits, rope
+from xformer.ops.barrier import barrier
 from xformer.ops.greedy import greedy
 from xformer.ops.sum_to import sum_to
 from xformer.optim.adam import adam_update
@@ -60,7 +60,7 @@ UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
 # append: test_kv_cache.py, constant: test_cuda_graphs.py, held: test_checkpointing.py, advance:
 # test_numpy_advance.py, sum_to, whose kernel is for what is stored in two bytes alone:
 # test_cuda_precision.py, cos_sin: test_rotary.py
-WITHOUT_GRADIENT = (random_bits, in_range, greedy, append, constant, held, advance, sum_to)
+WITHOUT_GRADIENT = (random_bits, in_range, greedy, append, constant, barrier, advance, sum_to)
 WITHOUT_GRADIENT += (*UPDATES, cos_sin)
 # Of many ops, whose rounding adds up either way: test_numpy_blocks.py
 IN_FLOAT64 = (blocks,)

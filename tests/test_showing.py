@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import xformer
-from xformer import backends, tree
+from xformer import backends, showing, tree
 from xformer.catalogue import cases
 from xformer.showing import scaled, size
 
@@ -47,11 +47,11 @@ def test_every_cache_is_one_line(case: Any) -> None:
 
 
 def test_a_table_by_name() -> None:
-    lines = tree.show(PARAMS).splitlines()
+    lines = showing.table(PARAMS).splitlines()
     assert lines[0] == repr(PARAMS) and lines[1].split() == ["name", "shape", "dtype", "size"]
     assert len(lines) == 2 + len(tree.flatten(PARAMS))
     assert lines[2].split() == ["embed.table", "256", "x", "64", "float32", "65.5", "kB"]
-    said = tree.show({"a": np.ones((), np.int64), "b": "text", "c": None})
+    said = showing.table({"a": np.ones((), np.int64), "b": "text", "c": None})
     assert [line.split() for line in said.splitlines()[2:]] == [
         ["a", "()", "int64", "8", "B"],
         ["b", "str", "'text'"],

@@ -240,13 +240,6 @@ def _are_plain(keys: Iterable[Any]) -> bool:
     return all(isinstance(key, str) and "." not in key for key in keys)
 
 
-def show(tree: Any) -> str:
-    """A table of the arrays of `tree`: name, shape, dtype and size of each."""
-    from xformer.showing import table
-
-    return table(tree)
-
-
 def nbytes(tree: Any) -> int:
     """Bytes of the arrays in `tree`. An array that appears several times counts once."""
     leaves = [value(leaf) for leaf in _collected(tree)[0]]

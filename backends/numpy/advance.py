@@ -15,7 +15,7 @@ from xformer.dispatch import kernel
 from xformer.layers.advance import advance as reference
 from xformer.layers.attention import AttentionParams
 from xformer.layers.block import BlockConfig, BlockParams
-from xformer.layers.blocks import order_of
+from xformer.layers.blocks_cache import order_of
 from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.linear import LinearParams

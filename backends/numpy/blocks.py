@@ -20,8 +20,8 @@ from xformer.backends.numpy.threads import run as on_threads
 from xformer.dispatch import is_inference, kernel
 from xformer.dispatch.checks import require_shape
 from xformer.layers.block import BlockConfig, BlockParams
-from xformer.layers.blocks import BlocksCache, add, report_block
 from xformer.layers.blocks import blocks as reference
+from xformer.layers.blocks_cache import BlocksCache, add, report_block
 from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.rope_by_layer import LayerTables
 from xformer.ready import Ready

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer import ops
-from xformer.dispatch import again, current_contexts, is_inference, overridable
+from xformer.dispatch import again, current_contexts, is_inference
 from xformer.layers.block import BlockConfig, BlockParams, block, block_terms
 from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.residual import Terms, summed
+from xformer.ops.barrier import barrier
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -78,17 +78,7 @@ class CheckpointCache(NamedTuple):
     def again(self, dy: Array) -> Any:
         """The cache of the block, from a second forward."""
         key = self.context.dropout_key
-        x, memory, key = held(self.x, memory=self.side.memory, key=key, dy=dy)
+        x, memory, key = barrier(self.x, memory=self.side.memory, key=key, dy=dy)
         side, context = self.side._replace(memory=memory), self.context._replace(dropout_key=key)
         with again(self.contexts):
             return block(x, self.params, side, config=self.config, context=context)[1]
-
-
-@overridable(backward=False)
-def held(x: Array, *, memory: Any, key: ops.RandomKey | None, dy: Array) -> tuple[Any, ...]:
-    """x, memory and key, unchanged, for a second forward that must run after dy is computed.
-
-    A compiler would merge it with the first forward and keep its activations in memory. So a
-    backend that compiles makes all three depend on dy.
-    """
-    return x, memory, key

@@ -13,10 +13,10 @@ from xformer import ops
 from xformer.dispatch import again, current_contexts, saved
 from xformer.dispatch.shapes import STORED, dtype_name
 from xformer.layers.block import BlockConfig, BlockParams, block_gradients, branches_of
-from xformer.layers.blocks import BlocksCache, add, order_of, report_block
-from xformer.layers.checkpoint import held
+from xformer.layers.blocks_cache import BlocksCache, add, order_of, report_block
 from xformer.layers.protocol import Context, SideInputs, rate
 from xformer.layers.residual import BranchCache, branched
+from xformer.ops.barrier import barrier
 from xformer.ready import Ready
 from xformer.showing import short
 from xformer.typing import Array
@@ -139,7 +139,7 @@ class ReversibleCache(NamedTuple):
         dparams: list[Any] = [None] * (max(network.order) + 1)
         dside = SideInputs()
         for i in reversed(range(len(network.configs))):
-            y1, _, key = held(y1, memory=None, key=key, dy=dy2)
+            y1, _, key = barrier(y1, memory=None, key=key, dy=dy2)
             f, g = network.branches(i, network.context._replace(dropout_key=key))
             x2, dy1, ffn = self._through(g, y1, y2, dy1, dy2)
             x1, dy2, attn = self._through(f, x2, y1, dy2, dy1)

@@ -11,7 +11,8 @@ from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
 from xformer.layers.attention_config import AttentionConfig
 from xformer.layers.block import NO_CROSS, BlockConfig, BlockParams
-from xformer.layers.blocks import blocks, order_of
+from xformer.layers.blocks import blocks
+from xformer.layers.blocks_cache import order_of
 from xformer.layers.fit import require_blocks
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.norm import NormParams, norm

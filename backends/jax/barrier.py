@@ -1,4 +1,4 @@
-"""`held` under tracing, for activation checkpointing: it keeps XLA from reusing the forward's work.
+"""`barrier` under tracing, for activation checkpointing: XLA must not reuse the forward's work.
 
 Values depend on a condition that is never true, which XLA cannot know. `jax.checkpoint` uses
 `jax.lax.optimization_barrier` instead. On the CPU, XLA removes the barrier before it merges equal
@@ -14,13 +14,13 @@ import jax.numpy as jnp
 
 from xformer import tree
 from xformer.dispatch import kernel
-from xformer.layers.checkpoint import held as reference
+from xformer.ops.barrier import barrier as reference
 from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
 
 
 @kernel(reference, "jax")
-def held(x: Array, *, memory: Any, key: RandomKey | None, dy: Array) -> tuple[Any, ...]:
+def barrier(x: Array, *, memory: Any, key: RandomKey | None, dy: Array) -> tuple[Any, ...]:
     """Return x, memory and key unchanged, but dependent on dy: on whether dy[0] is NaN and 0."""
     if not isinstance(dy, jax.core.Tracer):
         return x, memory, key
