@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from xformer.catalogue import Case, cases
 from xformer.cli.gradcheck_digits import worst
-from xformer.digits import CONSTANTS, accuracy
+from xformer.proofs.catalogue import Case, cases
+from xformer.proofs.digits import CONSTANTS, accuracy
 
 PAGE = Path(__file__).resolve().parent / "accuracy.md"
 DIGITS = 50

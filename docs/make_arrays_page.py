@@ -3,7 +3,7 @@
 python -m docs.make_arrays_page
 
 The catalogue and the optimisers run on arrays that note each function, its options, and who called
-it. tests/test_foreign.py compares the page, and `xformer.arrays.foreign`, with what this finds.
+it. tests/test_foreign.py compares the page, and `xformer.proofs.foreign`, with what this finds.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import array_api_compat.numpy as xnp
 import numpy as np
 
-from xformer.arrays.foreign import outcome, works
 from xformer.dispatch import reference_only
 from xformer.dispatch.backend import Backend
+from xformer.proofs.foreign import outcome, works
 
 PAGE = Path(__file__).resolve().parent / "bring-your-own-array.md"
 ROOMS = ("ops", "layers", "models", "optim")

@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks import ops as measured
 from benchmarks import report, stored
 from xformer import ops
-from xformer.catalogue import ops as catalogue
 from xformer.dispatch import Overridable
+from xformer.proofs.catalogue import ops as catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "ops.md"
@@ -135,7 +135,7 @@ def sizes() -> dict[str, str]:
 def case_of(name: str) -> str:
     """Where the catalogue has the cases of an op, if it has a function of that name."""
     line = functions().get(f"_{name}")
-    source = f"[`_{name}`](../xformer/catalogue/ops.py)"
+    source = f"[`_{name}`](../xformer/proofs/catalogue/ops.py)"
     return "" if line is None else f". What is compared: {source}"
 
 

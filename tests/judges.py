@@ -12,7 +12,7 @@ import numpy as np
 
 from xformer import backends, tree
 from xformer.backends import Backend
-from xformer.catalogue import Case
+from xformer.proofs.catalogue import Case
 
 Values = dict[str, np.ndarray]
 

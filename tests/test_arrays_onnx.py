@@ -19,9 +19,9 @@ import xformer as xf
 from xformer import backends, tree
 from xformer.arrays import onnx_functions
 from xformer.arrays.onnx import Array, Graph, NotExported, Size
-from xformer.catalogue import Case, cases
 from xformer.export.recording import Input, recorded
 from xformer.export.writing import _check, _needed, _proto
+from xformer.proofs.catalogue import Case, cases
 
 NUMPY = backends.get("numpy")
 EXACT = 1e-10  # of float64; squares of small numbers and sums in another order

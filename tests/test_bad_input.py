@@ -18,7 +18,7 @@ from block_configs import block_config
 from libraries import ON_DEVICE
 
 import xformer
-from xformer import backends, catalogue, dispatch, layers, ops, tree
+from xformer import backends, dispatch, layers, ops, tree
 from xformer.backends import Backend
 from xformer.layers import (
     AttentionConfig,
@@ -31,6 +31,7 @@ from xformer.layers import (
     LinearParams,
 )
 from xformer.models import LanguageModel, LMHead
+from xformer.proofs import catalogue
 
 KEY = xformer.RandomKey(3, 1)
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from xformer import GPT, Transformer, backends, layers, models, ops
-from xformer.catalogue import Case, cases
 from xformer.cli import gradcheck, main
 from xformer.ops.layer_norm import LayerNormCache
+from xformer.proofs.catalogue import Case, cases
 
 NUMPY = backends.get("numpy")
 BUILT = [(case, *case.build(NUMPY)) for case in cases()]

@@ -15,10 +15,10 @@ from test_lora import CONFIGS, loss_of, made
 
 from xformer import GPT, Transformer, backends, layers, ops, tree
 from xformer.backends import Backend
-from xformer.catalogue import Case, cases
 from xformer.generation import generate
 from xformer.layers.checkpoint import CheckpointCache
 from xformer.ops.barrier import barrier
+from xformer.proofs.catalogue import Case, cases
 
 NUMPY = backends.get("numpy")
 SUBJECTS = ("stack", "GPT", "Transformer", "LanguageModel", "EncoderDecoder")

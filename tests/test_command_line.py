@@ -55,7 +55,7 @@ def test_the_list_of_commands_imports_no_command(argv: list[str], tmp_path: Path
 def test_a_command_imports_no_catalogue_and_few_other_commands(name: str, tmp_path: Path) -> None:
     modules = imported([name, "--help"], tmp_path)
     assert len(modules & MODULES) <= 4  # `finetune` prints as `train` does
-    assert "xformer.catalogue" not in modules
+    assert "xformer.proofs.catalogue" not in modules
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import xformer as xf
 from xformer import GradientError, backends, gradcheck, ops, tree
 from xformer.arrays.dual import Dual, _namespaces, kinks
 from xformer.backends import Backend
-from xformer.catalogue import Case, cases
+from xformer.proofs.catalogue import Case, cases
 
 NUMPY = backends.get("numpy")
 EPS = 2.0**-52

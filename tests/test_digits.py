@@ -15,9 +15,9 @@ import pytest
 from xformer import backends, ops, tree
 from xformer.arrays.digits import Precise
 from xformer.arrays.digits import digits as in_digits
-from xformer.catalogue import Case, cases
 from xformer.cli import gradcheck, main
-from xformer.digits import CONSTANTS, Accuracy, Errors, accuracy
+from xformer.proofs.catalogue import Case, cases
+from xformer.proofs.digits import CONSTANTS, Accuracy, Errors, accuracy
 
 gmpy2 = pytest.importorskip("gmpy2", reason="extra digits is not installed")
 

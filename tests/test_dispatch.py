@@ -387,9 +387,8 @@ def test_a_reference_without_a_name_is_refused() -> None:
         dispatch.overridable(functools.partial(lambda x, y: x, y=1))
 
 
-@pytest.mark.parametrize(
-    "missing", ["dispatch.backend", "backends.numpy.logistic"]
-)  # of all kernels, and of gelu's
+# What all kernels need, and what those of gelu need.
+@pytest.mark.parametrize("missing", ["dispatch.backend", "backends.numpy.logistic"])
 def test_backend_that_cannot_be_imported_raises_every_time(missing: str, tmp_path: Path) -> None:
     code = f"""
 import json, sys, numpy as np, xformer

@@ -10,7 +10,7 @@ import pytest
 
 from xformer import kernels, ops, tree
 from xformer.backends import Backend
-from xformer.catalogue import cases
+from xformer.proofs.catalogue import cases
 
 LOSSES = (
     *("cross_entropy", "linear_cross_entropy", "info_nce", "mse"),

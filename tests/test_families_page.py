@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from xformer import layers, models, ops
-from xformer.catalogue import cases
 from xformer.pretrained.families import FAMILIES
+from xformer.proofs.catalogue import cases
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "families.md").read_text(encoding="utf-8")

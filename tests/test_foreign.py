@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xformer.arrays.foreign import (
+from xformer.cli import main
+from xformer.proofs.foreign import (
     ATTRIBUTES,
     FUNCTIONS,
     OPERATORS,
@@ -21,7 +22,6 @@ from xformer.arrays.foreign import (
     missing,
     works,
 )
-from xformer.cli import main
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "bring-your-own-array.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 from judges import douts, gradients
 
 from xformer import backends, layers, tree
-from xformer.catalogue import Case, cases
+from xformer.proofs.catalogue import Case, cases
 from xformer.tree import Constant, Frozen
 
 NUMPY = backends.get("numpy")

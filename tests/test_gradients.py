@@ -22,7 +22,7 @@ from libraries import LIBRARIES, only
 
 from xformer import backends, reference_only
 from xformer.backends import Backend
-from xformer.catalogue import Case, cases
+from xformer.proofs.catalogue import Case, cases
 
 NUMPY = backends.get("numpy")
 OPS = [case for case in cases() if case.group == "ops"]

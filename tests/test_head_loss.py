@@ -10,11 +10,11 @@ from block_configs import block_config
 
 from xformer import GPT, Transformer, backends, ops, reference_only, tree
 from xformer.backends.numpy.linear_cross_entropy import LARGE, NumpyLinearCrossEntropyCache
-from xformer.catalogue.case import random
 from xformer.finetune import lora
 from xformer.layers import EmbedConfig
 from xformer.models import EncoderDecoder, LanguageModel, LMHead, MaskedLMHead
 from xformer.models.loss import LogitsLossCache
+from xformer.proofs.catalogue.case import random
 
 V = LARGE + 3
 BLOCK = (block_config(8, 2, 12),)

@@ -31,11 +31,11 @@ from xformer import (
 )
 from xformer.backends import Backend
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
-from xformer.catalogue import Case, cases
 from xformer.dispatch import NoCache, is_inference
 from xformer.layers import EmbedConfig, NormConfig
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.pretrained.tokenizer import tokenizer
+from xformer.proofs.catalogue import Case, cases
 from xformer.sentences import classify, embed, tag
 from xformer.training import Batch
 

@@ -22,7 +22,6 @@ from xformer.backends import Backend
 from xformer.backends.cupy import feed_forward_lt, flash, linear_lt, linear_many_lt, sdpa_cudnn
 from xformer.backends.cupy.cublaslt import RUNTIMES
 from xformer.backends.cupy.runtimes import runtime_of
-from xformer.catalogue import cases
 from xformer.dispatch import Kernel, Overridable
 from xformer.dispatch.checks import in_range
 from xformer.layers import blocks
@@ -37,6 +36,7 @@ from xformer.ops.sum_to import sum_to
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
 from xformer.optim.ema import ema_leaves
+from xformer.proofs.catalogue import cases
 
 assert cuda_shim.NAME == STAND_IN
 OPS = [op for op in dispatch.ops() if op.__module__.startswith("xformer.")]  # not those of tests

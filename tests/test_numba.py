@@ -21,10 +21,10 @@ from test_optim_kernels import drawn as drawn_leaves
 from test_optim_kernels import flat, wide
 
 from xformer import backends, dispatch, inference, ops, tree
-from xformer.catalogue import cases
 from xformer.dispatch import Kernel, Overridable
 from xformer.lock import locked
 from xformer.optim.adam import adam_update
+from xformer.proofs.catalogue import cases
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")

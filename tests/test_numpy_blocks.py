@@ -19,9 +19,9 @@ import xformer as xf
 from xformer import dispatch, inference, layers, reference_only, tree
 from xformer.backends.numpy import blocks as kernel
 from xformer.backends.numpy.threads import n_threads, single_blas_thread
-from xformer.catalogue import Case, cases
 from xformer.layers import ExpertsConfig, KeyValue, RopeTables
 from xformer.models import LanguageModel
+from xformer.proofs.catalogue import Case, cases
 
 CASES = [case for case in cases() if case.subject == "blocks"]
 CONFIG = block_config(16, 2, 24, activation="gelu")

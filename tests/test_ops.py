@@ -12,7 +12,7 @@ from libraries import LIBRARIES, STAND_IN, only
 
 from xformer import RandomKey, ops, tree
 from xformer.backends import Backend, Generator
-from xformer.catalogue import Case, cases
+from xformer.proofs.catalogue import Case, cases
 
 EVERYWHERE = only(*LIBRARIES, STAND_IN)
 

@@ -27,7 +27,14 @@ LIBRARIES = {"numpy", "cupy", "torch", "jax", "jaxlib", "array_api_strict"}
 
 # The mathematics: knows arrays only through the standard.
 ROOMS = ("ops", "layers", "models", "optim")
-MODULES = ("namespace", "dispatch/op", "dispatch/shapes", "dispatch/checks", "tree", "gradcheck")
+MODULES = (
+    "namespace",
+    "dispatch/op",
+    "dispatch/shapes",
+    "dispatch/checks",
+    "tree",
+    "proofs/gradcheck",
+)
 
 # Dependencies point one way: a room imports only from those before it.
 ORDER = (

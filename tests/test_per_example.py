@@ -16,9 +16,9 @@ from xformer import backends, ops, tree
 from xformer.backends import Backend
 from xformer.backward import PerExample, rules
 from xformer.backward.summands import Summands
-from xformer.catalogue import Case, cases
 from xformer.layers import EmbedConfig, ExpertsConfig
 from xformer.models import LanguageModel
+from xformer.proofs.catalogue import Case, cases
 
 NUMPY = backends.get("numpy")
 GPT = xf.GPT(vocab_size=17, n_layers=2, d_model=16, n_heads=2, max_len=8)

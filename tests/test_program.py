@@ -14,14 +14,15 @@ import pytest
 
 pytest.importorskip("numba", reason="needs extra numba")
 
-from xformer import backends, catalogue, optim, reference_only, tree
+from xformer import backends, optim, reference_only, tree
 from xformer.backends import Backend
 from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.plan import waits
 from xformer.backends.numba.program.run import Recorded, gap_free, layout_of
 from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy import threads
-from xformer.catalogue import Case
+from xformer.proofs import catalogue
+from xformer.proofs.catalogue import Case
 
 CASES = catalogue.cases()
 MODELS = [case for case in CASES if case.group == "models"]

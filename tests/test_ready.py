@@ -21,7 +21,7 @@ from xformer import (
     parallel,
     tree,
 )
-from xformer.catalogue import Case, cases
+from xformer.proofs.catalogue import Case, cases
 from xformer.world import threads
 
 NUMPY = backends.get("numpy")

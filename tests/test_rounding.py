@@ -16,7 +16,7 @@ import xformer as xf
 from xformer import RandomKey, backends, ops, optim, tree
 from xformer.arrays.formats import FORMATS, round_to
 from xformer.backends import Backend
-from xformer.catalogue import Case, cases
+from xformer.proofs.catalogue import Case, cases
 
 NUMPY = backends.get("numpy")
 JUDGES = {

@@ -13,7 +13,7 @@ import pytest
 
 import xformer
 from xformer import backends, showing, tree
-from xformer.catalogue import cases
+from xformer.proofs.catalogue import cases
 from xformer.showing import scaled, size
 
 GPT = xformer.GPT(256, 2, 64, 4, max_len=64)

@@ -13,8 +13,7 @@ from causal_models import NAMES, V, causal, seq2seq
 from numpy.typing import NDArray
 
 import xformer as xf
-from xformer import backends, catalogue, generation, gradcheck, layers, optim, parallel, tree
-from xformer.catalogue import Case
+from xformer import backends, generation, gradcheck, layers, optim, parallel, tree
 from xformer.dispatch import Kernel
 from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
@@ -29,6 +28,8 @@ from xformer.models import (
     TokenClassifier,
 )
 from xformer.parallel.parts import own_part
+from xformer.proofs import catalogue
+from xformer.proofs.catalogue import Case
 from xformer.world import World, threads
 
 NUMPY = backends.get("numpy")

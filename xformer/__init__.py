@@ -40,9 +40,9 @@ if TYPE_CHECKING:
         reference_only,
         unfused,
     )
-    from xformer.gradcheck import GradientError, gradcheck
     from xformer.models import GPT, Transformer
     from xformer.ops import RandomKey
+    from xformer.proofs.gradcheck import GradientError, gradcheck
     from xformer.rounding import rounded
     from xformer.trace import trace
     from xformer.world import world
@@ -102,7 +102,6 @@ later(
     export="export",
     finetune="finetune",
     generation="generation",
-    gradcheck="GradientError gradcheck",
     initializers="initializers",
     layers="layers",
     models="GPT Transformer models",
@@ -111,6 +110,7 @@ later(
     parallel="parallel",
     plots="plots",
     pretrained="pretrained",
+    proofs="GradientError gradcheck",
     rounding="rounded",
     sentences="sentences",
     trace="trace",

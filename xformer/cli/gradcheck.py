@@ -20,12 +20,12 @@ from typing import Any
 
 from xformer import backends, dispatch
 from xformer.backends import Backend
-from xformer.catalogue import Case, cases
 from xformer.cli import gradcheck_arrays, gradcheck_digits
 from xformer.cli.models import kernels_of
 from xformer.cli.parser import Parser
 from xformer.cli.progress import each
-from xformer.gradcheck import Report, Row
+from xformer.proofs.catalogue import Case, cases
+from xformer.proofs.gradcheck import Report, Row
 
 REFERENCE = "reference"
 IN_FLOAT32 = ("numba", "mkl")  # no compiled kernels for float64, which runs on NumPy

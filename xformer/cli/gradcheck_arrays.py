@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from xformer.arrays.foreign import RTOL, Work, distance, foreign, missing, works
 from xformer.backends import Backend
 from xformer.cli.progress import each
+from xformer.proofs.foreign import RTOL, Work, distance, foreign, missing, works
 
 
 def run(module: str, only: str, *, by_case: bool) -> int:

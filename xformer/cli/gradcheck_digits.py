@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Sequence
 
 from xformer.arrays.digits import require_digits
-from xformer.catalogue import Case
 from xformer.cli import progress
-from xformer.digits import CONSTANTS, Accuracy, Errors, accuracy
+from xformer.proofs.catalogue import Case
+from xformer.proofs.digits import CONSTANTS, Accuracy, Errors, accuracy
 
 HEAD = ("digits", "reference y", "gradients", "kernels y", "gradients")
 

@@ -21,7 +21,7 @@ from xformer.exercises.exercise import Exercise
 from xformer.exercises.findings import Finding, Grade
 from xformer.exercises.hints import distance, hints_of
 from xformer.exercises.limit import limited
-from xformer.gradcheck import gradcheck
+from xformer.proofs.gradcheck import gradcheck
 
 RTOL = 1e-9  # of values, relative to the largest: float64 rounding in another order
 

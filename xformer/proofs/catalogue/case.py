@@ -12,8 +12,8 @@ from typing import Any
 from xformer import backends, layers, tree
 from xformer.backends import Backend, Generator
 from xformer.dispatch import reference_only
-from xformer.gradcheck import SMALLEST, Report, Row, gradcheck
 from xformer.ops import RandomKey
+from xformer.proofs.gradcheck import SMALLEST, Report, Row, gradcheck
 from xformer.typing import Array
 
 Function = Callable[..., tuple[Any, Any]]

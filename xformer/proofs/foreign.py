@@ -24,12 +24,12 @@ import numpy as np
 from array_api_compat import is_array_api_obj
 
 from xformer import backends, optim, tree
-from xformer.catalogue import Case, cases
-from xformer.catalogue.case import FLOAT32
 from xformer.dispatch import reference_only
 from xformer.dispatch.backend import Backend
-from xformer.gradcheck import SMALLEST
 from xformer.namespace import array_namespace
+from xformer.proofs.catalogue import Case, cases
+from xformer.proofs.catalogue.case import FLOAT32
+from xformer.proofs.gradcheck import SMALLEST
 from xformer.typing import Array
 
 # Of the namespace. `__name__` is read by array-api-compat.

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from xformer import backends, tree
 from xformer.arrays.digits import Precise, digits
 from xformer.backends import Backend
-from xformer.catalogue import Case
 from xformer.derivatives import jvp
 from xformer.dispatch import reference_only
-from xformer.gradcheck import ROUNDING
+from xformer.proofs.catalogue import Case
+from xformer.proofs.gradcheck import ROUNDING
 
 ZERO = 1e-12  # a smaller number, relative to the largest one, is 0 but for rounding
 

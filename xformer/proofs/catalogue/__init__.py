@@ -1,6 +1,6 @@
 """The catalogue of gradient checks: every op, layer and model with every option, on small inputs.
 
-    for case in xformer.catalogue.cases():
+    for case in xformer.proofs.catalogue.cases():
         case.check(backends.get("torch")).require()
 
 `xformer gradcheck` and the tests run them. If possible, sizes are different primes, so that a check
@@ -9,8 +9,8 @@ detects exchanged axes. Gains and biases are random, never ones and zeros.
 
 from __future__ import annotations
 
-from xformer.catalogue import blocks, layers, models, ops
-from xformer.catalogue.case import Case
+from xformer.proofs.catalogue import blocks, layers, models, ops
+from xformer.proofs.catalogue.case import Case
 
 __all__ = ["Case", "cases"]
 

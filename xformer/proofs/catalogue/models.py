@@ -7,8 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from xformer.backends import Backend, Generator
-from xformer.catalogue.blocks import DELTA, LATENT, LLAMA, block_config
-from xformer.catalogue.case import DEAD_BATCH, KEY, Case, Function, Options, drawn, mask, random
 from xformer.layers import (
     BlockConfig,
     EmbedConfig,
@@ -29,6 +27,17 @@ from xformer.models import (
     SegmentMemory,
     TokenClassifier,
     Transformer,
+)
+from xformer.proofs.catalogue.blocks import DELTA, LATENT, LLAMA, block_config
+from xformer.proofs.catalogue.case import (
+    DEAD_BATCH,
+    KEY,
+    Case,
+    Function,
+    Options,
+    drawn,
+    mask,
+    random,
 )
 from xformer.typing import Array
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from xformer import layers
 from xformer.backends import Backend, Generator
-from xformer.catalogue.case import (
+from xformer.ops.activation import ACTIVATIONS
+from xformer.proofs.catalogue.case import (
     DEAD_BATCH,
     DEAD_QUERY,
     KEY,
@@ -26,7 +27,6 @@ from xformer.catalogue.case import (
     mask,
     random,
 )
-from xformer.ops.activation import ACTIVATIONS
 from xformer.tree import Constant
 from xformer.typing import Array
 

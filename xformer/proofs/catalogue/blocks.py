@@ -1,6 +1,6 @@
 """Cases of the parts of blocks, of blocks, stacks and the embedding.
 
-Sizes are those of `xformer.catalogue.layers`.
+Sizes are those of `xformer.proofs.catalogue.layers`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 from xformer import layers
 from xformer.backends import Backend, Generator
-from xformer.catalogue.case import (
+from xformer.layers.pooling import POOLINGS
+from xformer.layers.splade import POOLINGS as SPLADE_POOLINGS
+from xformer.layers.splade import SATURATIONS
+from xformer.proofs.catalogue.case import (
     DEAD_BATCH,
     KEY,
     Case,
@@ -23,10 +26,7 @@ from xformer.catalogue.case import (
     mask,
     random,
 )
-from xformer.catalogue.layers import linear_params, turning
-from xformer.layers.pooling import POOLINGS
-from xformer.layers.splade import POOLINGS as SPLADE_POOLINGS
-from xformer.layers.splade import SATURATIONS
+from xformer.proofs.catalogue.layers import linear_params, turning
 from xformer.typing import Array
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from xformer import ops
 from xformer.backends import Backend, Generator
-from xformer.catalogue.case import (
+from xformer.namespace import array_namespace
+from xformer.ops.activation import ACTIVATIONS
+from xformer.proofs.catalogue.case import (
     DEAD_BATCH,
     DEAD_QUERY,
     KEY,
@@ -20,8 +22,6 @@ from xformer.catalogue.case import (
     drawn,
     mask,
 )
-from xformer.namespace import array_namespace
-from xformer.ops.activation import ACTIVATIONS
 from xformer.typing import Array
 
 
