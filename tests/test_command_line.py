@@ -243,5 +243,6 @@ def test_a_divergence_is_one_sentence(
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         assert main([*argv.split(), backend]) == 1
-    err = capfd.readouterr().err
-    assert err.startswith("xformer: error: the loss of step ") and err.count("\n") == 1
+    said = capfd.readouterr().err.splitlines()
+    (err,) = (line for line in said if not line.startswith("xformer: numba compiles kernels once"))
+    assert err.startswith("xformer: error: the loss of step ")
