@@ -12,9 +12,9 @@ from typing import Any
 from array_api_compat import device
 
 from xformer.backends.exclusive import Exclusive
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.layers.kv_cache import KVCache
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 MIN_CAPACITY = 64  # slots; a slot holds the key and the value of one token of each sequence
 

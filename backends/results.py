@@ -7,7 +7,7 @@ from typing import Any
 
 from array_api_compat import is_array_api_obj
 
-from xformer import tree
+from xformer.base import tree
 
 PLAIN = bool, int, float, complex, str, bytes
 

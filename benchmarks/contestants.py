@@ -28,7 +28,8 @@ import numpy as np
 
 from benchmarks.feed import Feed
 from benchmarks.shapes import EAGER, STAND_IN, Shape
-from xformer import backends, dispatch, inference, optim, reference_only, tree
+from xformer import backends, dispatch, inference, optim, reference_only
+from xformer.base import tree
 from xformer.training import Batch, TrainConfig, loss_of, start, train
 
 LR = 3e-4

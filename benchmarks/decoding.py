@@ -14,7 +14,8 @@ import numpy as np
 
 from benchmarks import command, harness, machine, report, stored
 from benchmarks.harness import Disagreement
-from xformer import backends, pretrained, tree
+from xformer import backends, pretrained
+from xformer.base import tree
 
 PEER = "transformers"
 NAMES = (PEER, "transformers loop", "xformer numpy", "xformer numba", "xformer torch")

@@ -21,7 +21,8 @@ from benchmarks.eager_layers import Block, Norm
 from benchmarks.eager_linear import Linear, grad, host, parameter
 from benchmarks.feed import Feed
 from benchmarks.shapes import TRANSFORMERS, Shape
-from xformer import backends, tree
+from xformer import backends
+from xformer.base import tree
 from xformer.layers import EmbedParams, StackParams, sinusoidal
 from xformer.models import EncoderDecoderParams, LanguageModel, LanguageModelParams
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xformer.base.tree import Frozen, value
 from xformer.layers import LinearParams, LoRAParams
-from xformer.tree import Frozen, value
 
 
 def linear(*parts: Any) -> Linear | Adapted:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from xformer import tree
+from xformer.base import tree
 from xformer.initializers import Shapes
 from xformer.models import EncoderDecoder
 from xformer.pretrained.loading import links_of

@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.shapes import Shape
 from xformer import backends
+from xformer.base.typing import Array
 from xformer.ops import RandomKey
-from xformer.typing import Array
 
 
 class Feed:

@@ -16,7 +16,8 @@ import numpy as np
 
 from benchmarks import command, machine, report, stored
 from benchmarks.embeddings_page import BEGIN, END
-from xformer import backends, finetune, pretrained, tree
+from xformer import backends, finetune, pretrained
+from xformer.base import tree
 from xformer.finetune import Task, TrainConfig, lora
 from xformer.pretrained.convert import as_llama
 from xformer.pretrained.tokenizer import tokenizer

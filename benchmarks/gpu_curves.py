@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer import GPT, backends, reference_only, tree
+from xformer import GPT, backends, reference_only
 from xformer.backends import Backend
+from xformer.base import tree
 from xformer.training import Step, TrainConfig, Windows, loss_of, start, texts, train
 
 BYTES = 1 << 20  # of text

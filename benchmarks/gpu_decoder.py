@@ -41,7 +41,7 @@ def ours(
 
     compiled: as `generate`'s. peaks: the peak bytes of each call of `write` are appended.
     """
-    from xformer import tree
+    from xformer.base import tree
     from xformer.generation import prefill, stream
 
     backend = backend_of(library, shape.device)

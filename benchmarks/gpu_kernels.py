@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 
 from benchmarks import harness, machine
 from benchmarks.harness import Disagreement
-from xformer import RandomKey, explain, ops, reference_only, tree
+from xformer import RandomKey, explain, ops, reference_only
 from xformer.backends import Backend
 from xformer.backends.cupy import deterministic, module, softmax, tf32
+from xformer.base import tree
+from xformer.base.typing import Array
 from xformer.dispatch import Overridable
 from xformer.layers import NormConfig, NormParams, add_norm
 from xformer.layers.kv_cache import KVCache, append
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
-from xformer.typing import Array
 
 TOLERANCE = 1e-5  # relative, in the norm of each output in float32
 ROUNDED = {"float16": 2e-3, "bfloat16": 1.6e-2}  # four roundings

@@ -26,7 +26,8 @@ import xformer as xf
 from benchmarks import command, contestants, harness, machine, report, stored
 from benchmarks.contestants import PEER
 from benchmarks.harness import Disagreement
-from xformer import ops, tree
+from xformer import ops
+from xformer.base import tree
 from xformer.cli.progress import each
 
 REFERENCE, KERNEL, PROGRAM = "numpy reference", "numpy kernel", "numba kernel"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.contestants import LR, Ours
-from xformer import inference, optim, tree
+from xformer import inference, optim
+from xformer.base import tree
 from xformer.ops import RandomKey
 
 

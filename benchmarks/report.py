@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xformer.files import replacing
+from xformer.base.files import replacing
 
 
 def text(result: dict[str, Any]) -> str:

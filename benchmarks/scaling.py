@@ -1,8 +1,8 @@
 """`python -m benchmarks.scaling`: the time of a training step on 8, 64, 512 GPUs, by a cost model.
 
 Nothing is measured and no process is started. The FLOPs and the saved bytes of the model are this
-library's own (`xformer.summary`, `xformer.measure`); the rest is arithmetic on the assumptions that
-the command prints.
+library's own (`summary` and `measure` of `xformer.inspection`); the rest is arithmetic on the
+assumptions that the command prints.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from benchmarks import command, report
 from benchmarks.embeddings_page import END
 from xformer import pretrained
 from xformer.cli.summary import inspected
-from xformer.measure import blocks_of, saved_by_part
+from xformer.inspection.measure import blocks_of, saved_by_part
+from xformer.inspection.summary import LENGTH, context, summary
 from xformer.models import LanguageModel
 from xformer.plots import save
 from xformer.plots.style import COLOURS, panels, styled
 from xformer.pretrained import PretrainedError
-from xformer.summary import LENGTH, context, summary
 
 BEGIN = "<!-- scaling -->\n"
 GPUS = (8, 64, 512)

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from xformer import GPT, Transformer, backends, pretrained, tree
+from xformer import GPT, Transformer, backends, pretrained
+from xformer.base import tree
+from xformer.base.typing import Array
 from xformer.finetune import lora
 from xformer.initializers import Shapes
+from xformer.inspection.measure import blocks_of
 from xformer.layers import AttentionParams, LoRAParams
-from xformer.measure import blocks_of
 from xformer.models import Classifier, EncoderDecoder, LanguageModel
-from xformer.typing import Array
 
 STAND_IN = "stand-in"  # the device of CuPy's stand-in on the CPU: tests/cuda_shim
 SHAPE, WEIGHTS = "shape.pickle", "weights.safetensors"

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from xformer import backward, tree
+from xformer import hooks, tree
 from xformer.cli import main as xformer
 from xformer.dispatch import unfused
-from xformer.measure import saved_by_part
+from xformer.inspection.measure import saved_by_part
 from xformer.models import GPT
 from xformer.plots import read_log, save
 from xformer.plots.curves import POINTS, smoothed
@@ -204,7 +204,7 @@ def _peak_of_update(n_layers: int, kind: str) -> int:
     if kind == "after the backward":
         update("", params, cache.backward())
     else:
-        backward.stepped(cache, params, update, donate=kind.endswith("donated"))
+        hooks.stepped(cache, params, update, donate=kind.endswith("donated"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak

@@ -24,7 +24,7 @@ from typing import Any
 import runs
 import safetensors.numpy
 
-from xformer import files
+from xformer.base import files
 
 
 class Events:

@@ -19,7 +19,7 @@ import runs
 from hanging import SECONDS
 
 import xformer as xf
-from xformer.world import World, end_all
+from xformer.distributed.world import World, end_all
 
 LOSSES = [1.0, 1e16, 3.0, -1e16, 2.0, 5.0]
 SHAPES = [(7, 5), (), (3,), (2, 0), (1, 2, 3)]
@@ -108,7 +108,7 @@ def _odd() -> None:
 
 def ends(world: World, *ranks: str) -> None:
     """The processes `ranks` fail at once; the others wait for them."""
-    from xformer.world import mpi
+    from xformer.distributed.world import mpi
 
     mpi.PATIENCE = SECONDS if len(ranks) == world.size else 0.1
     mpi.STAGGER = 2.0  # two processes may begin to fail so far from one another
@@ -121,7 +121,7 @@ def ends(world: World, *ranks: str) -> None:
 
 def silent(world: World, *ranks: int) -> None:
     """The processes `ranks` come to a collective when another one has said that it waits."""
-    from xformer.world import mpi
+    from xformer.distributed.world import mpi
 
     said, speaker = Path("said"), min({*range(world.size)} - {*ranks})
     tell = mpi.Mpi._tell
@@ -212,7 +212,7 @@ def command(fault: str, *argv: str) -> int:
     if rank == "0" and (step := os.environ.get("HOLD")):
         runs.hold(int(step), Path("GO"))
     if seconds := os.environ.get("PATIENCE"):
-        from xformer.world import mpi
+        from xformer.distributed.world import mpi
 
         mpi.PATIENCE = float(seconds)
     name, _, where = fault.partition("@")

@@ -18,7 +18,7 @@ from libraries import only
 import xformer as xf
 from xformer import backends, ops, tree
 from xformer.backends import Backend
-from xformer.backward import addresses
+from xformer.hooks import node_names
 from xformer.layers import EmbedConfig, ExpertsConfig
 from xformer.models import LanguageModel
 from xformer.proofs.catalogue import Case, cases
@@ -82,7 +82,7 @@ def test_nodes_have_the_names_of_their_parameters(case: Case) -> None:
 
 
 def test_other_nodes_have_the_names_of_their_fields() -> None:
-    names = addresses.named(loss_of())
+    names = node_names.named(loss_of())
     assert {f"{ATTN}.core", f"{FFN}.act", f"{ATTN}.q_heads", f"{ATTN}_drop", "head.loss"} <= set(
         names
     )
@@ -90,12 +90,12 @@ def test_other_nodes_have_the_names_of_their_fields() -> None:
     assert names["stack"].layers.blocks[1] is names["stack.blocks.1"]
     parallel = block_config(d_model=16, n_heads=2, d_ff=8, parallel=True, bias=False)
     model = LanguageModel(EmbedConfig(17, 16, 16, 8), (parallel,) * 2)
-    assert {ATTN, FFN, f"{ATTN}_norm", f"{FFN}_norm"} <= set(addresses.named(loss_of(model)))
+    assert {ATTN, FFN, f"{ATTN}_norm", f"{FFN}_norm"} <= set(node_names.named(loss_of(model)))
 
 
 def test_unfused_keeps_kernels_of_single_ops() -> None:
     """And their values: kernels of several ops would have fewer nodes."""
-    op = addresses.named(loss_of())[f"{ATTN}.q"].op
+    op = node_names.named(loss_of())[f"{ATTN}.q"].op
     assert type(op).__module__ == "xformer.backends.numpy.linear"
     params, (tokens, targets) = GPT.init(), (np.tile(a, (40, 1)) for a in (TOKENS, TARGETS))
     with xf.unfused():
@@ -120,7 +120,7 @@ def test_watch_returns_activations_and_their_gradients() -> None:
     dw = np.einsum("btd,bte->de", at.x, at.dy)
     assert np.allclose(grads.stack.blocks[1].attn.o.w, dw, rtol=1e-12, atol=1e-15)
     assert pickle.loads(pickle.dumps(at)).x.shape == (3, 8, 16)
-    assert type(at.node) is type(addresses.named(cache)[f"{ATTN}.o"])
+    assert type(at.node) is type(node_names.named(cache)[f"{ATTN}.o"])
 
 
 def test_the_input_of_a_block_is_that_of_its_first_op() -> None:
@@ -214,7 +214,7 @@ def test_an_edit_is_not_lost_in_a_copy(name: str) -> None:
             copy.deepcopy(cache)
         with pytest.raises(TypeError, match="edit: an edited cache is neither copied nor pickled"):
             pickle.dumps(cache)
-    node: Any = addresses.named(edited)[name]
+    node: Any = node_names.named(edited)[name]
     assert node._replace().edited
     assert same(edited.backward(), edited._replace().backward())
 

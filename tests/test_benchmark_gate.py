@@ -18,8 +18,8 @@ from benchmarks.gate_shapes import BY_NAME
 from benchmarks.products import Attention, Linear
 from benchmarks.shapes import RELU, Shape
 from xformer import GPT, backends, pretrained, tree
-from xformer.summary import summary
-from xformer.tree import Frozen
+from xformer.base.tree import Frozen
+from xformer.inspection.summary import summary
 
 SIZES: dict[str, Any] = {"batch": 3, "length": 9, "rounds": 1, "repeats": 1}
 T5_SIZES = {"d_model": 16, "d_kv": 5, "d_ff": 20, "num_heads": 3, "num_layers": 2}

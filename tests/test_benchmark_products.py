@@ -11,7 +11,7 @@ from benchmarks import products
 from benchmarks.products import Attention, Light, Linear, Product
 from benchmarks.shapes import BY_NAME, SHAPES, Shape
 from xformer import GPT
-from xformer.summary import summary
+from xformer.inspection.summary import summary
 
 
 def gflop(shape: Shape, kind: type) -> float:

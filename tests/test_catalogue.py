@@ -153,24 +153,24 @@ def test_check_of_compiled_kernels_is_in_float32(
 ) -> None:
     """They run; and a wrong backward, or a wrong value, is a failure."""
     pytest.importorskip("numba", reason="extra numba is not installed")
-    from xformer.backends.numba import eager
+    from xformer.backends.numba import single_op
 
     command = ["gradcheck", "--backend", "numba", "--only", "gelu: "]
     assert main(command) == 0
     out, err = capsys.readouterr()
     assert "checks on numba; the first run compiles numba's kernels\n" in err
     assert "compiled kernels that ran, in float32: gelu, quick_gelu\n" in out
-    forward, backward = eager.Eager.__call__, eager.Saved.backward
+    forward, backward = single_op.Eager.__call__, single_op.Saved.backward
 
     def wrong_forward(self: Any, *args: Any, **options: Any) -> Any:
         y, cache = forward(self, *args, **options)
         return 0.9 * y, cache
 
     with monkeypatch.context() as patch:
-        patch.setattr(eager.Saved, "backward", lambda self, dy: 0.9 * backward(self, dy))
+        patch.setattr(single_op.Saved, "backward", lambda self, dy: 0.9 * backward(self, dy))
         assert main(command) == 1
     assert "disagrees" in capsys.readouterr().out
-    monkeypatch.setattr(eager.Eager, "__call__", wrong_forward)
+    monkeypatch.setattr(single_op.Eager, "__call__", wrong_forward)
     assert main(command) == 1
     assert "differ from the reference's" in capsys.readouterr().out
 

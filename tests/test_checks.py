@@ -13,9 +13,9 @@ import pytest
 
 import xformer as xf
 from xformer import finetune, optim, pretrained
-from xformer.choices import did_you_mean, near_path, require_one_of
+from xformer.base.choices import did_you_mean, near_path, require_one_of
 from xformer.dispatch.checks import finite, require_utf8
-from xformer.ledger import ledger
+from xformer.inspection.ledger import ledger
 from xformer.training import TrainConfig, named_vocabulary
 
 GPT = xf.GPT(11, 1, 4, 2, 8)

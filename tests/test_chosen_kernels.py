@@ -44,7 +44,7 @@ def ran() -> str:
 
 NUMPYS = "numpy.gelu"
 NUMBAS = "numba.kernels.gelu"
-EAGER = "xformer.backends.numba.eager"
+EAGER = "xformer.backends.numba.single_op"
 
 
 @numba_only

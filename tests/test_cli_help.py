@@ -11,8 +11,8 @@ import pytest
 from xformer.cli import main
 from xformer.cli.command_line import COMMANDS, command_parser
 from xformer.cli.train_options import PRESETS
+from xformer.inspection.summary import summary
 from xformer.models import GPT
-from xformer.summary import summary
 
 NAMES = tuple(COMMANDS)
 

@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from xformer import backends, gradcheck, ops, parallel
-from xformer.world import World, threads
+from xformer import backends, distributed, gradcheck, ops
+from xformer.distributed.world import World, threads
 
 Arrays = list[NDArray[Any]]
 N_RANKS = 3
 SHAPE, AXIS = (2, 6, 5), 1  # the axis is cut; 5 is not divisible
 
-# From which state to which: (op, states of x and y). See xformer/parallel/collectives.py.
+# From which state to which: (op, states of x and y). See xformer/distributed/collectives.py.
 OPS: dict[str, tuple[Any, str, str]] = {
-    "enter": (parallel.enter, "whole", "copies"),
-    "leave": (parallel.leave, "addends", "whole"),
-    "gather": (partial(parallel.gather, axis=AXIS), "parts", "copies"),
-    "scatter": (partial(parallel.scatter, axis=AXIS), "addends", "parts"),
-    "part": (partial(parallel.part, axis=AXIS), "whole", "parts"),
-    "join": (partial(parallel.join, axis=AXIS), "parts", "whole"),
-    "part, uneven": (partial(parallel.part, axis=2), "whole", "parts of 2"),
-    "join, uneven": (partial(parallel.join, axis=2), "parts of 2", "whole"),
-    "exchange": (partial(parallel.exchange, cut=AXIS, join=0), "parts of 0", "parts"),
+    "enter": (distributed.enter, "whole", "copies"),
+    "leave": (distributed.leave, "addends", "whole"),
+    "gather": (partial(distributed.gather, axis=AXIS), "parts", "copies"),
+    "scatter": (partial(distributed.scatter, axis=AXIS), "addends", "parts"),
+    "part": (partial(distributed.part, axis=AXIS), "whole", "parts"),
+    "join": (partial(distributed.join, axis=AXIS), "parts", "whole"),
+    "part, uneven": (partial(distributed.part, axis=2), "whole", "parts of 2"),
+    "join, uneven": (partial(distributed.join, axis=2), "parts of 2", "whole"),
+    "exchange": (partial(distributed.exchange, cut=AXIS, join=0), "parts of 0", "parts"),
 }
 UNEVEN = [(0, 1), (1, 3), (3, 5)]  # of 5 among 3
 
@@ -139,9 +139,9 @@ def test_exchange_attention_heads_for_places() -> None:
         return np.split(x, world.size, axis=2)[world.rank]
 
     def work(world: World) -> tuple[Any, ...]:
-        pairs = [parallel.exchange(own(world, x), world=world, cut=1, join=2) for x in (q, k, v)]
+        pairs = [distributed.exchange(own(world, x), world=world, cut=1, join=2) for x in (q, k, v)]
         heads, attention = ops.sdpa(*(x for x, _ in pairs), causal=True)
-        y, back = parallel.exchange(heads, world=world, cut=2, join=1)
+        y, back = distributed.exchange(heads, world=world, cut=2, join=1)
         dheads = attention.backward(back.backward(own(world, dctx)))
         return y, *(c.backward(d) for (_, c), d in zip(pairs, dheads, strict=False))
 
@@ -153,11 +153,11 @@ def test_exchange_attention_heads_for_places() -> None:
 @pytest.mark.parametrize(
     ("op", "shape", "message"),
     [
-        (partial(parallel.scatter, axis=0), (4, 3), "scatter: 3 processes must divide axis 0"),
-        (partial(parallel.exchange, cut=0, join=1), (4, 3), "exchange: 3 processes must divide"),
-        (partial(parallel.gather, axis=2), (4, 3), "gather: axis must be one of the 2 axes"),
-        (partial(parallel.part, axis=2), (4, 3), "part: axis must be one of the 2 axes"),
-        (partial(parallel.join, axis=-3), (4, 3), "join: axis must be one of the 2 axes"),
+        (partial(distributed.scatter, axis=0), (4, 3), "scatter: 3 processes must divide axis 0"),
+        (partial(distributed.exchange, cut=0, join=1), (4, 3), "exchange: 3 processes must divide"),
+        (partial(distributed.gather, axis=2), (4, 3), "gather: axis must be one of the 2 axes"),
+        (partial(distributed.part, axis=2), (4, 3), "part: axis must be one of the 2 axes"),
+        (partial(distributed.join, axis=-3), (4, 3), "join: axis must be one of the 2 axes"),
     ],
 )
 def test_bad_input(op: Any, shape: tuple[int, ...], message: str) -> None:
@@ -168,9 +168,9 @@ def test_bad_input(op: Any, shape: tuple[int, ...], message: str) -> None:
 def test_parts_of_wrong_sizes_are_refused() -> None:
     parts = [np.ones((n, 2)) for n in (3, 1, 1)]
     with pytest.raises(ValueError, match=r"join: part . of 3 of 5 must have . at axis 0"):
-        both(partial(parallel.join, axis=0), parts)
+        both(partial(distributed.join, axis=0), parts)
     with pytest.raises(ValueError, match="gather: 3 processes must divide axis 0"):
-        both(partial(parallel.gather, axis=0), [np.ones((n, 2)) for n in (1, 2, 2)])
+        both(partial(distributed.gather, axis=0), [np.ones((n, 2)) for n in (1, 2, 2)])
 
 
 # --- the vocabulary ---
@@ -206,7 +206,7 @@ def test_embedding(n: int) -> None:
     y, cache = ops.embedding(table, ids=ids)
 
     def work(world: World) -> tuple[Any, Any]:
-        y, cache = parallel.embedding(rows(world, table), ids=ids, vocab_size=V, world=world)
+        y, cache = distributed.embedding(rows(world, table), ids=ids, vocab_size=V, world=world)
         return y, cache.backward(dy)
 
     ys, dtables = zip(*threads.run(n, work), strict=True)
@@ -226,7 +226,7 @@ def test_cross_entropy(n: int, options: dict[str, Any]) -> None:
     def work(world: World) -> tuple[Any, Any]:
         own: Any = {"vocab_size": V, "world": world}
         own_logits = rows(world, logits, axis=2)
-        loss, cache = parallel.cross_entropy(own_logits, targets=targets, **own, **options)
+        loss, cache = distributed.cross_entropy(own_logits, targets=targets, **own, **options)
         return loss, cache.backward(np.asarray(dloss))
 
     losses, dlogits = zip(*threads.run(n, work), strict=True)
@@ -249,7 +249,7 @@ def test_cross_entropy_equals_torch() -> None:
     def work(world: World) -> tuple[Any, Any]:
         own: Any = {"vocab_size": V, "world": world}
         own_logits = torch.tensor(rows(world, logits, axis=1))
-        loss, cache = parallel.cross_entropy(
+        loss, cache = distributed.cross_entropy(
             own_logits, targets=torch.tensor(targets), **own, **options
         )
         return loss, cache.backward()
@@ -264,7 +264,7 @@ def test_large_logits_do_not_overflow() -> None:
 
     def work(world: World) -> Any:
         own = np.split(logits, 2, axis=1)[world.rank]
-        return parallel.cross_entropy(own, targets=np.asarray([3]), vocab_size=4, world=world)[0]
+        return distributed.cross_entropy(own, targets=np.asarray([3]), vocab_size=4, world=world)[0]
 
     assert [float(loss) for loss in threads.run(2, work)] == [10 + np.log1p(np.exp(-10.0))] * 2
 
@@ -290,10 +290,10 @@ def test_directional_derivatives_of_a_language_models_ends(options: dict[str, An
             def work(world: World) -> Any:
                 own: Any = {"vocab_size": V, "world": world}
                 part = rows(world, table)
-                x, looked_up = parallel.embedding(part, ids=ids, **own)
-                x, into = parallel.enter(x, world=world)
+                x, looked_up = distributed.embedding(part, ids=ids, **own)
+                x, into = distributed.enter(x, world=world)
                 logits, linear = ops.linear(x, part.T)
-                loss, top = parallel.cross_entropy(logits, targets=targets, **own, **options)
+                loss, top = distributed.cross_entropy(logits, targets=targets, **own, **options)
                 if dloss is None:
                     return loss
                 dx, dw, _ = linear.backward(top.backward(np.asarray(dloss)))
@@ -310,7 +310,7 @@ def test_directional_derivatives_of_a_language_models_ends(options: dict[str, An
 def test_a_table_of_another_part_is_refused() -> None:
     def work(world: World) -> Any:
         table = np.ones((4, D))
-        return parallel.embedding(table, ids=np.asarray([0]), vocab_size=V, world=world)
+        return distributed.embedding(table, ids=np.asarray([0]), vocab_size=V, world=world)
 
     with pytest.raises(ValueError, match=r"embedding: table must have shape \((3|4), 4\)"):
         threads.run(3, work)
@@ -327,7 +327,7 @@ def test_a_table_of_another_part_is_refused() -> None:
 def test_bad_options_of_the_loss(options: Any, error: type[Exception], message: str) -> None:
     def work(world: World) -> Any:
         own: Any = {"vocab_size": 2, "world": world}
-        return parallel.cross_entropy(np.ones((1, 1)), targets=np.asarray([0]), **own, **options)
+        return distributed.cross_entropy(np.ones((1, 1)), targets=np.asarray([0]), **own, **options)
 
     with pytest.raises(error, match=message):
         threads.run(2, work)
@@ -338,7 +338,7 @@ def test_targets_out_of_range(target: int) -> None:
     def work(world: World) -> Any:
         own: Any = {"vocab_size": V, "world": world}
         logits = rows(world, np.ones((1, V)), axis=1)
-        return parallel.cross_entropy(logits, targets=np.asarray([target]), **own)
+        return distributed.cross_entropy(logits, targets=np.asarray([target]), **own)
 
     with pytest.raises(ValueError, match=f"cross_entropy: targets.*{target}"):
         threads.run(2, work)
@@ -352,7 +352,7 @@ def test_arrays_of_other_libraries(library: str) -> None:
     with backend.active():
 
         def work(world: World) -> Any:
-            y, cache = parallel.leave(backend.asarray(x), world=world)
+            y, cache = distributed.leave(backend.asarray(x), world=world)
             assert type(y) is type(backend.asarray(x))
             return backend.to_numpy(cache.backward(y))
 

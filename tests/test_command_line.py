@@ -67,7 +67,7 @@ def test_a_command_imports_no_catalogue_and_few_other_commands(name: str, tmp_pa
         ("numpy", ["info"]),
         ("numpy._core", ["train", "--steps", "1"]),
         ("xformer.models.gpt", ["train", "--steps", "1"]),
-        ("xformer.world", ["train", "--steps", "1"]),
+        ("xformer.distributed.world", ["train", "--steps", "1"]),
     ],
 )
 def test_an_interrupt_during_an_import_is_one_line(

@@ -21,7 +21,7 @@ from libraries import only
 import xformer as xf
 from xformer import GPT, ops, tree
 from xformer.backends import Backend
-from xformer.keys import Unkeyed, exact
+from xformer.base.keys import Unkeyed, exact
 
 LIBRARIES = ("numpy", "jax")
 X = np.arange(1.0, 7.0, dtype=np.float32).reshape(2, 3)

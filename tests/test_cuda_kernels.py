@@ -51,11 +51,11 @@ from xformer.backends.cupy.module import (
     threads,
     wide,
 )
+from xformer.base.tree import Frozen
 from xformer.dispatch.shapes import STORED, working_dtype
 from xformer.layers import NormConfig
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
-from xformer.tree import Frozen
 
 pytestmark = only(*ON_DEVICE)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from xformer import files
+from xformer.base import files
 
 
 @pytest.fixture

@@ -36,10 +36,10 @@ from test_tokenizer_config import config, write
 
 from xformer import backends, finetune, pretrained, tree
 from xformer.backends import Backend
+from xformer.base.tree import Frozen, value
 from xformer.finetune import TrainConfig, lora
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.training.batch import IGNORED
-from xformer.tree import Frozen, value
 
 NUMPY = backends.get("numpy")
 MODELS: dict[str, tuple[dict[str, Any], str]] = {

@@ -23,7 +23,8 @@ from finetuning import write_folder, write_lines
 from test_finetune import NUMPY, examples, made, records
 from tunings import CONFIG, DROPOUT, Tuning, require_alike
 
-from xformer import finetune, lock, pretrained, training, tree
+from xformer import finetune, pretrained, training, tree
+from xformer.base import lock
 from xformer.cli import finetune_options, main, train_options
 from xformer.finetune import TrainConfig, lora
 from xformer.ops import RandomKey

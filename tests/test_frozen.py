@@ -9,8 +9,8 @@ import pytest
 from judges import douts, gradients
 
 from xformer import backends, layers, tree
+from xformer.base.tree import Constant, Frozen
 from xformer.proofs.catalogue import Case, cases
-from xformer.tree import Constant, Frozen
 
 NUMPY = backends.get("numpy")
 WITH_PARAMS = [case for case in cases() if case.group != "ops"]

@@ -13,14 +13,15 @@ import pytest
 from block_configs import block_config
 from libraries import only
 
-from xformer import backends, inference, layers, measure, parallel, tree, unfused
+from xformer import backends, distributed, inference, layers, tree, unfused
 from xformer.backends import Backend
-from xformer.backward.addresses import named
+from xformer.distributed.world import Alone
 from xformer.finetune import lora
+from xformer.hooks.node_names import named
+from xformer.inspection import measure
 from xformer.layers import KVCache, LatentAttentionConfig, latent_attention
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.models.precision import require_reducible
-from xformer.world import Alone
 
 NUMPY = backends.get("numpy")
 CONFIG = LatentAttentionConfig(6, 3, kv_rank=5, d_nope=4, d_rope=2, d_value=7, q_rank=8, bias=True)
@@ -281,7 +282,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "block: params.attn must be LatentAttentionParams by config, got AttentionParams",
     ),
     "tensor parallelism": (
-        lambda: parallel.tensor_parallel(model(), Alone()),
+        lambda: distributed.tensor_parallel(model(), Alone()),
         "parallel: attn must be an AttentionConfig, got LatentAttentionConfig",
     ),
     "two bytes": (

@@ -26,7 +26,7 @@ def _promised(package: ModuleType) -> dict[str, str]:
     """What a type checker is told of each name: the module that it comes from, or that it is."""
     found: dict[str, str] = {}
     for node in ast.walk(ast.parse(Path(str(package.__file__)).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module != "xformer.later":
+        if isinstance(node, ast.ImportFrom) and node.module != "xformer.base.lazy":
             found |= {alias.name: str(node.module) for alias in node.names}
     found.pop("TYPE_CHECKING")
     return found
@@ -75,7 +75,7 @@ model.decode(model.init(0), xformer.backends.get("numpy").asarray([[1, 2]]), mod
 unused = "layers.rotary", "layers.experts", "models.heads", "ops.cross_entropy", "optim"
 print(json.dumps([alone, [name for name in unused if f"xformer.{name}" in sys.modules]]))
 """
-    assert python(code, tmp_path) == [["xformer", "xformer.later"], []]
+    assert python(code, tmp_path) == [["xformer", "xformer.base.lazy"], []]
 
 
 @pytest.mark.parametrize("kind", [layers.BlockConfig, models.LanguageModel, models.GPT])
@@ -113,7 +113,7 @@ def test_a_name_that_is_not_in_its_file_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "some_later").mkdir()
-    text = 'from xformer.later import later\nlater(__name__, part="there absent", whole="")\n'
+    text = 'from xformer.base.lazy import later\nlater(__name__, part="there absent", whole="")\n'
     (tmp_path / "some_later" / "__init__.py").write_text(text)
     (tmp_path / "some_later" / "part.py").write_text("there = 1\n")
     (tmp_path / "some_later" / "whole.py").write_text("")

@@ -17,9 +17,9 @@ from xformer import GPT, Transformer, backends, training, tree
 from xformer.backends.numpy.threads import forget_scratch
 from xformer.cli import main
 from xformer.cli.memory import alike
+from xformer.inspection.ledger import Same, ledger, measured_peak, step_loss_of, steps_of
+from xformer.inspection.measure import arguments, measured, saved_by_part
 from xformer.layers import EmbedConfig, ExpertsConfig, RelativeConfig, RopeConfig
-from xformer.ledger import Same, ledger, measured_peak, step_loss_of, steps_of
-from xformer.measure import arguments, measured, saved_by_part
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, LMHead
 from xformer.ops import RandomKey
 from xformer.training import TrainConfig

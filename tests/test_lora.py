@@ -16,9 +16,9 @@ from libraries import only
 from xformer import backends, optim, pretrained, tree
 from xformer.backends import Backend
 from xformer.backends.numpy.linear import NumpyLinearCache
+from xformer.base.tree import Frozen, value
 from xformer.finetune import lora
 from xformer.layers import LinearParams, LoRAParams
-from xformer.tree import Frozen, value
 
 NUMPY = backends.get("numpy")
 B, T, V = 2, 5, 37

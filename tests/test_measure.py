@@ -11,6 +11,7 @@ from block_configs import block_config
 
 from xformer import dispatch, ops, tree
 from xformer.backends.numpy.stand_in import Tally, is_stand_in, stand_in
+from xformer.inspection.measure import attention_flops, key_values, measured, pairs
 from xformer.layers import (
     BlockConfig,
     EmbedConfig,
@@ -19,7 +20,6 @@ from xformer.layers import (
     RelativeConfig,
     RopeConfig,
 )
-from xformer.measure import attention_flops, key_values, measured, pairs
 from xformer.models import (
     GPT,
     Classifier,

@@ -15,11 +15,11 @@ from judges import (
 )
 from libraries import only
 
-from xformer import GPT, RandomKey, Transformer, generation, layers, parallel, tree
+from xformer import GPT, RandomKey, Transformer, distributed, generation, layers, tree
 from xformer.backends import Backend
+from xformer.distributed.world import Alone
 from xformer.layers import EmbedConfig, RopeConfig
 from xformer.models import LanguageModel, LMHead
-from xformer.world import Alone
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
@@ -60,7 +60,7 @@ def test_a_last_stage_of_a_pipeline(library: Backend) -> None:
     with pytest.raises(ValueError, match="prefill: the model must have an embedding, got None"):
         generation.generate(last, own, [[1, 2]], max_new_tokens=1)
     with pytest.raises(ValueError, match="parallel: a head over a vocabulary needs an embedding"):
-        parallel.tensor_parallel(last, Alone())
+        distributed.tensor_parallel(last, Alone())
 
 
 def test_a_target_token_changes_no_logits_before_it(library: Backend) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from xformer import backends
 from xformer.backends import Backend
-from xformer.namespace import array_namespace, largest_first
+from xformer.base.namespace import array_namespace, largest_first
 
 KEYS = [[2.0, -1.0, 2.0, 0.5, -0.0, 0.0], [np.inf, 3.0, -np.inf, 3.0, np.inf, 1.0]]
 

@@ -21,16 +21,16 @@ from test_optim_kernels import drawn as drawn_leaves
 from test_optim_kernels import flat, wide
 
 from xformer import backends, dispatch, inference, ops, tree
+from xformer.base.lock import locked
+from xformer.base.typing import Array
 from xformer.dispatch import Kernel, Overridable
-from xformer.lock import locked
 from xformer.optim.adam import adam_update
 from xformer.proofs.catalogue import cases
-from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import KERNELS, compiled, eager, vectors
-from xformer.backends.numba.eager import Eager
+from xformer.backends.numba import KERNELS, compiled, single_op, vectors
 from xformer.backends.numba.program import native
+from xformer.backends.numba.single_op import Eager
 from xformer.cli import main
 
 NUMPY = backends.get("numpy")
@@ -355,7 +355,7 @@ def test_only_where_asked_for() -> None:
         assert said.startswith("gelu on numpy: xformer.backends.numba.kernels.gelu.gelu")
         assert "only float32" in dispatch.explain(ops.gelu, x.astype("float64"))
         assert "fewer than" in dispatch.explain(ops.gelu, x[0])
-        assert type(ops.gelu(x)[1]) is eager.Saved
+        assert type(ops.gelu(x)[1]) is single_op.Saved
         with inference():
             dropped = ops.gelu(x)[1]
     with pytest.raises(RuntimeError, match=r"within inference\(\)"):

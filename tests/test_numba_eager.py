@@ -10,10 +10,10 @@ import pytest
 
 import xformer as xf
 from xformer import GPT, RandomKey, finetune, layers, ops, optim, tree
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import eager
+from xformer.backends.numba import single_op
 
 pytestmark = pytest.mark.usefixtures("numba_kernels")
 GRADIENTS = {"rtol": 2e-4, "atol": 2e-5}
@@ -21,7 +21,7 @@ GRADIENTS = {"rtol": 2e-4, "atol": 2e-5}
 
 @pytest.fixture(autouse=True)
 def nothing_recorded() -> None:
-    eager._programs.clear()
+    single_op._programs.clear()
 
 
 def model(**options: Any) -> GPT:
@@ -64,9 +64,9 @@ def test_the_layers_of_a_loss_are_a_program(options: dict[str, Any]) -> None:
     with xf.kernels("numpy"):
         wanted = [step(gpt, params, seed) for seed in range(3)]
     for seed in range(3):
-        before = len(eager._programs)
+        before = len(single_op._programs)
         require_same(step(gpt, params, seed), wanted[seed])
-        own = [kind for kind in list(eager._programs)[before:] if kind[0] is layers.blocks]
+        own = [kind for kind in list(single_op._programs)[before:] if kind[0] is layers.blocks]
         assert bool(own) == (seed == 0)
 
 
@@ -79,7 +79,7 @@ def test_dropout_masks_are_numpys_at_each_step() -> None:
         with xf.kernels("numpy"):
             wanted = step(gpt, params, dropout_key=key)
         require_same(step(gpt, params, dropout_key=key), wanted)
-        kept.append(len(eager._programs))
+        kept.append(len(single_op._programs))
     assert kept[2:] == [kept[2]] * 3  # nothing is recorded for another step
 
 
@@ -150,12 +150,12 @@ def test_threads_run_and_record_at_once() -> None:
 
 
 def test_as_many_programs_are_kept_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "KEPT", 3)
+    monkeypatch.setattr(single_op, "KEPT", 3)
     for n in range(300, 310):
         x = np.ones((n, 100), np.float32)
         y, cache = ops.gelu(x)
         assert cache.backward(y).shape == x.shape
-        assert len(eager._programs) <= 3
+        assert len(single_op._programs) <= 3
 
 
 def test_arguments_may_lie_anyhow() -> None:
@@ -213,6 +213,6 @@ def test_errors_are_numpys() -> None:
 
 def test_what_is_not_float32_is_numpys() -> None:
     x = np.ones((300, 200))
-    assert type(ops.gelu(x)[1]) is not eager.Saved
+    assert type(ops.gelu(x)[1]) is not single_op.Saved
     with pytest.raises(TypeError, match="float32"):
         ops.gelu(x.astype(np.float32))[1].backward(x)

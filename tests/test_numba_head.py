@@ -12,13 +12,13 @@ from test_kernels import LAYOUTS, require_exact
 from test_numpy_kernels import drawn, reference, results
 
 from xformer import backends, explain, inference, kernels, ops
+from xformer.base.typing import Array
 from xformer.dispatch import Kernel
-from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import eager
-from xformer.backends.numba.eager import Eager
+from xformer.backends.numba import single_op
 from xformer.backends.numba.kernels import linear_cross_entropy as chunks
+from xformer.backends.numba.single_op import Eager
 from xformer.backends.numpy.linear_cross_entropy import LARGE
 
 NUMPY = backends.get("numpy")
@@ -39,7 +39,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def in_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several, the last of which is shorter, on two threads."""
     monkeypatch.setattr(chunks, "CHUNK", 50 * CLASSES)
-    monkeypatch.setattr(eager, "_programs", {})
+    monkeypatch.setattr(single_op, "_programs", {})
     with kernels("numba"), threadpoolctl.threadpool_limits(2, user_api="blas"):
         yield
 

@@ -13,13 +13,13 @@ from test_kernels import require_exact
 from test_numpy_kernels import drawn
 
 from xformer import backends, inference, ops
+from xformer.base.typing import Array
 from xformer.dispatch import Kernel
 from xformer.dispatch.checks import in_range
-from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba.eager import Eager
 from xformer.backends.numba.kernels import gemm
+from xformer.backends.numba.single_op import Eager
 
 pytestmark = pytest.mark.usefixtures("numba_kernels")
 NUMPY = backends.get("numpy")

@@ -14,12 +14,12 @@ import threadpoolctl
 from test_numpy_sdpa import LENGTHS, WINDOWS, double, inputs, masks, results
 
 from xformer import ops
+from xformer.base.typing import Array
 from xformer.layers.attention import merge_heads, split_heads
-from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import eager, flash, gemm
-from xformer.backends.numba.eager import Eager
+from xformer.backends.numba import flash, gemm, single_op
+from xformer.backends.numba.single_op import Eager
 
 KERNEL = Eager(ops.sdpa, least=0)
 LONG = [lengths for lengths in LENGTHS if lengths[0] >= 16]
@@ -66,7 +66,7 @@ def beside_bytes(x: Array) -> Array:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ROWS": (16, 32), "LOW": (16, 32), "COLUMNS": 24, "WIDE": 40}.items():
         monkeypatch.setattr(flash, name, value)
-    monkeypatch.setattr(eager, "_programs", {})
+    monkeypatch.setattr(single_op, "_programs", {})
 
 
 @pytest.mark.parametrize("tiles", ["one", "many"])
@@ -248,7 +248,7 @@ def test_without_a_product_that_can_be_called(monkeypatch: pytest.MonkeyPatch) -
     assert KERNEL.unsupported(*given[:-1]) is None
     assert KERNEL.unsupported(*double(given)[:-1]) == "only float32"
     monkeypatch.setattr(gemm, "NAMES", ("no_such_product",))
-    monkeypatch.setattr(eager, "_programs", {})
+    monkeypatch.setattr(single_op, "_programs", {})
     gemm.sgemm.cache_clear()
     try:
         assert "run as Python" in str(KERNEL.unsupported(*given[:-1]))

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.numba import gemm, registers, tile, tuning, vectors

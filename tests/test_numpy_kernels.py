@@ -22,8 +22,8 @@ from xformer import RandomKey, backends, explain, inference, ops, reference_only
 from xformer.backends.numpy import linear_cross_entropy
 from xformer.backends.numpy.rows import BLOCK
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
+from xformer.base.typing import Array
 from xformer.dispatch import is_inference
-from xformer.typing import Array
 
 NUMPY = backends.get("numpy")
 KEY = RandomKey(2**40 + 3, 5, 7)

@@ -18,8 +18,8 @@ import threadpoolctl
 from xformer import RandomKey, ops
 from xformer.backends.numpy import flash, tiles
 from xformer.backends.numpy import sdpa as kernel
+from xformer.base.typing import Array
 from xformer.layers.attention import merge_heads, split_heads
-from xformer.typing import Array
 
 KEY = RandomKey(2**40 + 5, 2, 1)
 NAMES = ("ctx", "dq", "dk", "dv", "dbias", "dsinks")

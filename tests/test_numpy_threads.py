@@ -17,9 +17,9 @@ from xformer import ops
 from xformer.backends.numpy import linear_cross_entropy
 from xformer.backends.numpy import threads as kernels
 from xformer.backends.numpy.threads import blocks, n_threads, scratch, single_blas_thread
+from xformer.base.typing import Array
 from xformer.layers.kv_cache import KVCache, append
 from xformer.optim.ema import ema_leaves
-from xformer.typing import Array
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from xformer.backends import Backend
 from xformer.backends.numpy.leaves import SMALL
 from xformer.backends.numpy.rows import BLOCK
 from xformer.dispatch import Kernel, Overridable
-from xformer.measure import arguments
+from xformer.inspection.measure import arguments
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
 from xformer.optim.ema import ema_leaves

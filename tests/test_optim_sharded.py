@@ -9,11 +9,11 @@ import pytest
 
 from xformer import GPT, backends, optim, tree
 from xformer.backends import Backend
+from xformer.distributed.world import Alone, World, threads
 from xformer.optim import OPTIMISERS, Optimiser, Rule, ShardedState, grouped
 from xformer.optim.sharded import owners
 from xformer.training import TrainConfig
-from xformer.training.gathered import gathered, is_sharded, scattered
-from xformer.world import Alone, World, threads
+from xformer.training.sharded_checkpoint import gathered, is_sharded, scattered
 
 NUMPY = backends.get("numpy")
 MODEL = GPT(vocab_size=16, n_layers=2, d_model=8, n_heads=2, max_len=8)

@@ -21,8 +21,8 @@ import os
 import numpy as np
 
 import xformer as xf
-from xformer import generation, optim, parallel, tree
-from xformer.world import threads, world
+from xformer import distributed, generation, optim, tree
+from xformer.distributed.world import threads, world
 
 model = xf.GPT(vocab_size=65, n_layers=3, d_model=24, n_heads=3, max_len=16)
 params = model.init(seed=0, dtype="float64")
@@ -30,7 +30,7 @@ batches = [tuple(np.random.default_rng(i).integers(0, 65, (2, 2, 12))) for i in 
 
 
 def cut(world):
-    part = parallel.tensor_parallel(model, world, sequence=True)
+    part = distributed.tensor_parallel(model, world, sequence=True)
     own = part.shard(params)
     loss, cache = part.loss(own, *batches[0])
     grads, norm = part.clip_by_global_norm(cache.backward(), max_norm=0.1)
@@ -40,7 +40,7 @@ def cut(world):
 
 
 def staged(world):
-    part = parallel.pipeline(model, world)
+    part = distributed.pipeline(model, world)
     loss, grads = part.gradients(part.shard(params), batches)
     return {"loss": loss, "grads": part.whole(grads)}
 

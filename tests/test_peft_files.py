@@ -16,10 +16,10 @@ from test_lora import CONFIGS, GPT2, LLAMA, made
 
 from xformer import pretrained, tree
 from xformer.backends import Backend
+from xformer.base.tree import Constant, Frozen
 from xformer.finetune import lora, peft
 from xformer.layers import LoRAParams
 from xformer.pretrained import PretrainedError
-from xformer.tree import Constant, Frozen
 
 PREFIX = "base_model.model."
 

@@ -14,8 +14,8 @@ from libraries import only
 import xformer as xf
 from xformer import backends, ops, tree
 from xformer.backends import Backend
-from xformer.backward import PerExample, rules
-from xformer.backward.summands import Summands
+from xformer.hooks import PerExample, per_example_rules
+from xformer.hooks.per_example_array import Summands
 from xformer.layers import EmbedConfig, ExpertsConfig
 from xformer.models import LanguageModel
 from xformer.proofs.catalogue import Case, cases
@@ -423,7 +423,7 @@ def model_of(kind: Any, x: Any = X) -> Any:
 
 @pytest.fixture
 def rules_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "OWN", {})
+    monkeypatch.setattr(per_example_rules, "OWN", {})
     xf.per_example_rule(Scaled, lambda cache, dy: (None, (dy * cache.x).sum(axis=1)))
     xf.per_example_rule(
         Moved, lambda cache, dy: (None, Params((dy * cache.x).sum(axis=1), dy.sum(axis=1)))

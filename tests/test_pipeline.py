@@ -10,12 +10,12 @@ import pytest
 from causal_models import V, causal
 
 import xformer as xf
-from xformer import layers, parallel, tree
+from xformer import distributed, layers, tree
+from xformer.base.pairwise_sum import PairwiseSum
+from xformer.distributed.pipeline import Pipeline
+from xformer.distributed.world import World, threads
 from xformer.layers import RopeConfig
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, LMHead, Pooler
-from xformer.pairwise import PairwiseSum
-from xformer.parallel.pipeline import Pipeline
-from xformer.world import World, threads
 
 KINDS = ["gpipe", "1f1b"]
 
@@ -39,7 +39,7 @@ def of_pipeline(model: Any, params: Any, data: list[Any], n: int, **options: Any
     """The same of a pipeline: what each process has, with the gradients of all."""
 
     def work(world: World) -> Any:
-        part = parallel.pipeline(model, world)
+        part = distributed.pipeline(model, world)
         loss, grads = part.gradients(part.shard(params), data, **options)
         return loss, part.whole(grads)
 
@@ -67,7 +67,7 @@ def deep(name: str = "llama", **options: Any) -> tuple[Any, Any]:
 
 def test_schedules_as_they_print() -> None:
     def lines(kind: str) -> list[str]:
-        tasks = [parallel.schedule(kind, 4, stage=s, n_stages=3) for s in range(3)]
+        tasks = [distributed.schedule(kind, 4, stage=s, n_stages=3) for s in range(3)]
         return [" ".join(f"{what}{i}" for what, i in of_stage) for of_stage in tasks]
 
     assert lines("gpipe") == ["F0 F1 F2 F3 B0 B1 B2 B3"] * 3
@@ -87,7 +87,7 @@ def test_schedules_can_be_run(kind: str, n_batches: int, n_stages: int) -> None:
     Each task is there once, caches are as few as the page says, and so are the steps.
     """
     options: Any = {"n_stages": n_stages}
-    tasks = [parallel.schedule(kind, n_batches, stage=s, **options) for s in range(n_stages)]
+    tasks = [distributed.schedule(kind, n_batches, stage=s, **options) for s in range(n_stages)]
     every = {(what, i) for what in "FB" for i in range(n_batches)}
     assert all(set(t) == every and len(t) == len(every) for t in tasks)
     done: set[tuple[str, int, int]] = set()
@@ -124,7 +124,7 @@ def test_schedules_can_be_run(kind: str, n_batches: int, n_stages: int) -> None:
 )
 def test_bad_schedules(args: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parallel.schedule(*args, **options)
+        distributed.schedule(*args, **options)
 
 
 # --- a step ---
@@ -174,7 +174,7 @@ def test_the_table_of_a_tied_head_is_on_two_stages(n: int) -> None:
     loss, wanted = of_whole(model, params, data)
 
     def work(world: World) -> Any:
-        part = parallel.pipeline(model, world)
+        part = distributed.pipeline(model, world)
         own = part.shard(params)
         value, grads = part.gradients(own, data)
         assert tree.flatten(grads).keys() == tree.flatten(own).keys()
@@ -197,7 +197,7 @@ def test_training() -> None:
     data = batches(4)
 
     def work(world: World) -> Any:
-        part = parallel.pipeline(model, world)
+        part = distributed.pipeline(model, world)
         own = part.shard(params)
         state = xf.optim.adamw_init(own)
         for _ in range(5):
@@ -240,7 +240,7 @@ def test_shard_and_whole_are_inverses() -> None:
         params = tree.freeze(params, "stack.*.attn.*")
 
         def work(world: World, m: Any = model, p: Any = params) -> Any:
-            part = parallel.pipeline(m, world)
+            part = distributed.pipeline(m, world)
             return part.shard(p), part.whole(part.shard(p))
 
         for own, got in threads.run(2, work):
@@ -293,13 +293,13 @@ MIXTURE = dataclasses.replace(BLOCK, ffn=layers.ExpertsConfig(3, 2, 8))
 )
 def test_refused(model: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^pipeline: .*{message}"):
-        threads.run(2, lambda world: parallel.pipeline(model, world))
+        threads.run(2, lambda world: distributed.pipeline(model, world))
 
 
 def test_an_encoder_decoder_is_refused() -> None:
     model = EncoderDecoder((BLOCK,), (BLOCK,))
     with pytest.raises(TypeError, match="pipeline: model must be a LanguageModel, got EncoderDec"):
-        threads.run(1, lambda world: parallel.pipeline(model, world))
+        threads.run(1, lambda world: distributed.pipeline(model, world))
 
 
 def test_no_batches_are_refused() -> None:
@@ -322,7 +322,7 @@ def test_other_libraries(library: str) -> None:
         ids = [tuple(backend.asarray(a) for a in batch) for batch in data]
 
         def work(world: World) -> Any:
-            part = parallel.pipeline(model, world)
+            part = distributed.pipeline(model, world)
             loss, grads = part.gradients(part.shard(moved), ids)
             return tree.map(backend.to_numpy, (loss, part.whole(grads)))
 

@@ -15,8 +15,8 @@ from programs import THREADS, judged, names, native_against_numpy, record
 
 from xformer import ops, tree
 from xformer.backends.numba.kernels.gemm import matrix_strides
+from xformer.base.tree import Frozen
 from xformer.layers import LinearParams, linear_many
-from xformer.tree import Frozen
 
 SIZES = [(1, 7, 5), (1, 300, 301), (3, 513, 130), (37, 24, 65), (130, 65, 33), (401, 96, 130)]
 

@@ -15,10 +15,10 @@ from array_api_compat import array_namespace
 from programs import THREADS, judged, names, native_against_numpy, record
 
 from xformer import RandomKey, ops, reference_only, tree
+from xformer.base.tree import Frozen
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.norm import NormConfig, NormParams, add_norm
 from xformer.ops.activation import ACTIVATIONS
-from xformer.tree import Frozen
 
 KEY = RandomKey(2**63 + 2**40 + 3, 5, 7)
 X = (3, 41, 101)  # 12,423 elements: worth several threads, and no multiple of anything

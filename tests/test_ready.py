@@ -13,16 +13,16 @@ from xformer import (
     GPT,
     Transformer,
     backends,
+    distributed,
     edit,
     finetune,
     kernels,
     layers,
     models,
-    parallel,
     tree,
 )
+from xformer.distributed.world import threads
 from xformer.proofs.catalogue import Case, cases
-from xformer.world import threads
 
 NUMPY = backends.get("numpy")
 MODELS = ("GPT", "Transformer", "LanguageModel", "EncoderDecoder")
@@ -183,7 +183,7 @@ def test_parts_of_a_sequence_are_refused() -> None:
     model = GPT(**SIZES, n_layers=1).network
 
     def work(world: Any) -> None:
-        part = parallel.tensor_parallel(model, world, sequence=True)
+        part = distributed.tensor_parallel(model, world, sequence=True)
         _, cache = part.loss(part.init(0), tokens(), tokens())
         cache.backward(ready=lambda name, dparams: None)
 

@@ -20,11 +20,11 @@ from xformer.backends import Backend
 from xformer.cli import main
 from xformer.finetune import lora
 from xformer.generation import generate
+from xformer.inspection.ledger import ledger
 from xformer.layers.block import block_gradients, branches_of
 from xformer.layers.protocol import SITES
 from xformer.layers.residual import branched
 from xformer.layers.reversible import ReversibleCache
-from xformer.ledger import ledger
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.plots.flow import flow
 from xformer.plots.maps import attention_maps

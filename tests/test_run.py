@@ -26,10 +26,11 @@ from hostile import files_of_at_most
 from runs import NUMPY, begun, opened, rows, trained
 
 import xformer as xf
-from xformer import lock, training
+from xformer import training
+from xformer.base import lock
+from xformer.distributed.world import World, threads
 from xformer.training import CheckpointError, Diverged, log, run
 from xformer.training.run import checkpoints, path_of
-from xformer.world import World, threads
 
 
 def names(folder: Path) -> list[str]:

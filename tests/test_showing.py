@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import xformer
-from xformer import backends, showing, tree
+from xformer import backends, tree
+from xformer.base import printing
+from xformer.base.printing import scaled, size
 from xformer.proofs.catalogue import cases
-from xformer.showing import scaled, size
 
 GPT = xformer.GPT(256, 2, 64, 4, max_len=64)
 PARAMS = GPT.init(0)
@@ -47,11 +48,11 @@ def test_every_cache_is_one_line(case: Any) -> None:
 
 
 def test_a_table_by_name() -> None:
-    lines = showing.table(PARAMS).splitlines()
+    lines = printing.table(PARAMS).splitlines()
     assert lines[0] == repr(PARAMS) and lines[1].split() == ["name", "shape", "dtype", "size"]
     assert len(lines) == 2 + len(tree.flatten(PARAMS))
     assert lines[2].split() == ["embed.table", "256", "x", "64", "float32", "65.5", "kB"]
-    said = showing.table({"a": np.ones((), np.int64), "b": "text", "c": None})
+    said = printing.table({"a": np.ones((), np.int64), "b": "text", "c": None})
     assert [line.split() for line in said.splitlines()[2:]] == [
         ["a", "()", "int64", "8", "B"],
         ["b", "str", "'text'"],
@@ -71,7 +72,7 @@ def test_no_type_of_the_library_was_forgotten() -> None:
     for module in pkgutil.walk_packages(xformer.__path__, "xformer."):
         if ".backends." in module.name or module.name.endswith("__main__"):
             continue
-        if module.name == "xformer.world.mpi" and find_spec("mpi4py") is None:
+        if module.name == "xformer.distributed.world.mpi" and find_spec("mpi4py") is None:
             continue
         for name, kind in vars(import_module(module.name)).items():
             if not inspect.isclass(kind) or kind.__module__ != module.name:

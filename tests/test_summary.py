@@ -15,10 +15,10 @@ from block_configs import block_config
 from xformer import backends, optim, pretrained, training, tree
 from xformer.cli import main
 from xformer.initializers import Shapes
+from xformer.inspection.summary import context, ranges, summary
 from xformer.layers import EmbedConfig, ExpertsConfig
 from xformer.models import GPT, LanguageModel
 from xformer.pretrained import files
-from xformer.summary import context, ranges, summary
 
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
 LLAMA3 = {

@@ -13,8 +13,10 @@ from causal_models import NAMES, V, causal, seq2seq
 from numpy.typing import NDArray
 
 import xformer as xf
-from xformer import backends, generation, gradcheck, layers, optim, parallel, tree
+from xformer import backends, distributed, generation, gradcheck, layers, optim, tree
 from xformer.dispatch import Kernel
+from xformer.distributed.partition import own_part
+from xformer.distributed.world import World, threads
 from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
 from xformer.models import (
@@ -27,10 +29,8 @@ from xformer.models import (
     Pooler,
     TokenClassifier,
 )
-from xformer.parallel.parts import own_part
 from xformer.proofs import catalogue
 from xformer.proofs.catalogue import Case
-from xformer.world import World, threads
 
 NUMPY = backends.get("numpy")
 EXACT = 1e-12  # of the largest number of a tree: some gradients are 0 but for rounding
@@ -48,7 +48,7 @@ def require_same(got: Any, wanted: Any) -> None:
 
 def twin(model: Any, world: World, **options: Any) -> tuple[Any, Any]:
     """A copy of `model` with the methods of this process's part, and the part."""
-    part = parallel.tensor_parallel(model, world, **options)
+    part = distributed.tensor_parallel(model, world, **options)
     if model.network is model:
         return part, part
     copy = dataclasses.replace(model)  # GPT or Transformer, which call their network
@@ -190,9 +190,9 @@ def test_blocks(case: Case, sequence: bool) -> None:
     y, cache = fn(x, params, side)
     dy = np.random.default_rng(0).standard_normal(y.shape)
     wanted = cache.backward(dy)
-    cuts = parallel.CUTS
+    cuts = distributed.CUTS
     if configs[0].attn.kv_heads == 1:
-        cuts = parallel.ONE_KEY_HEAD | cuts
+        cuts = distributed.ONE_KEY_HEAD | cuts
     is_bias_per_head = side.bias is not None and side.bias.shape[-3] > 1
 
     def work(world: World) -> Any:
@@ -200,7 +200,7 @@ def test_blocks(case: Case, sequence: bool) -> None:
             return own_part(a, -2, world) if sequence else a
 
         part: Any = tuple(
-            parallel.parallel_block(config, world, sequence=sequence) for config in configs
+            distributed.parallel_block(config, world, sequence=sequence) for config in configs
         )
         kw = options | {name: part[0] if name == "config" else part}
         if relative is not None:
@@ -215,30 +215,32 @@ def test_blocks(case: Case, sequence: bool) -> None:
         )
         own_bias = None if side.bias is None else heads_of(world, side.bias, -3)
         own_side = side._replace(memory=heads, bias=own_bias)
-        y, cache = fn.func(own(x), parallel.shard(params, world, cuts), own_side, **kw)
+        y, cache = fn.func(own(x), distributed.shard(params, world, cuts), own_side, **kw)
         dx, dparams, dside = cache.backward(own(dy))
         dbias = dside.bias
         if sequence:
-            y, dx = (parallel.join(a, world=world, axis=-2)[0] for a in (y, dx))
+            y, dx = (distributed.join(a, world=world, axis=-2)[0] for a in (y, dx))
             leaves = tree.flatten(dparams)  # of norms and scales: sums over the places
             leaves |= {
                 key: world.all_reduce(dp)
                 for key, dp in leaves.items()
-                if parallel.cut_of(key, cuts) == "whole"
+                if distributed.cut_of(key, cuts) == "whole"
             }
             dparams = tree.unflatten(dparams, leaves)
         if dbias is not None:
             assert is_bias_per_head or dbias.shape[-3] == 1
             if is_bias_per_head:
-                dbias, _ = parallel.join(dbias, world=world, axis=-3)
+                dbias, _ = distributed.join(dbias, world=world, axis=-3)
             else:
                 dbias = world.all_reduce(dbias)
         dmemory = tree.map_nodes(
-            lambda _, kv: layers.KeyValue(*(parallel.join(a, world=world, axis=1)[0] for a in kv)),
+            lambda _, kv: layers.KeyValue(
+                *(distributed.join(a, world=world, axis=1)[0] for a in kv)
+            ),
             dside.memory,
             layers.KeyValue,
         )
-        dparams = parallel.whole(dparams, world, cuts)
+        dparams = distributed.whole(dparams, world, cuts)
         return y, (dx, dparams, dside._replace(memory=dmemory, bias=dbias))
 
     if case.name in REFUSED_BLOCKS:
@@ -279,7 +281,7 @@ def test_families_on_three_processes(name: str, sequence: bool) -> None:
     wanted = loss, cache.backward()
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world, sequence=sequence)
+        part = distributed.tensor_parallel(model, world, sequence=sequence)
         loss, cache = part.loss(part.shard(params), tokens, targets, **options)
         return loss, part.whole(cache.backward())
 
@@ -300,7 +302,7 @@ def test_logits_and_their_gradients(name: str, sequence: bool) -> None:
     dlogits = np.random.default_rng(0).standard_normal(logits.shape)
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world, sequence=sequence)
+        part = distributed.tensor_parallel(model, world, sequence=sequence)
         logits, cache = part.forward(part.shard(params), tokens)
         return logits, part.whole(cache.backward(dlogits))
 
@@ -322,7 +324,7 @@ def test_groups_of_key_heads(n: int) -> None:
     loss, cache = model.loss(params, tokens, targets)
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world)
+        part = distributed.tensor_parallel(model, world)
         own = part.shard(params)
         assert own.stack.blocks[0].attn.kv.k.w.shape == (16, 8 // n)
         loss, cache = part.loss(own, tokens, targets)
@@ -340,7 +342,7 @@ def test_one_key_head_with_keys_of_distances() -> None:
     loss, cache = model.loss(params, tokens, targets)
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world)
+        part = distributed.tensor_parallel(model, world)
         loss, cache = part.loss(part.shard(params), tokens, targets)
         return loss, part.whole(cache.backward())
 
@@ -363,7 +365,7 @@ def test_generation(name: str) -> None:
     drawn = generation.generate(model, params, prompts, max_new_tokens=9, sampler=warm, seed=3)
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world)
+        part = distributed.tensor_parallel(model, world)
         own, options = part.shard(params), {"max_new_tokens": 9}
         return (
             generation.generate(part, own, prompts, **options),
@@ -381,7 +383,7 @@ def test_generation_of_t5(name: str) -> None:
     ids = [[beam.ids for beam in of_prompt] for of_prompt in beams]
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world)
+        part = distributed.tensor_parallel(model, world)
         own = part.shard(params)
         beams = generation.beam_search(part, own, PROMPTS, n_beams=3, max_new_tokens=6)
         ids = [[beam.ids for beam in of_prompt] for of_prompt in beams]
@@ -395,7 +397,7 @@ def test_a_state_has_own_heads_only() -> None:
     tokens, _ = inputs()
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world, sequence=True)  # decodes whole tokens
+        part = distributed.tensor_parallel(model, world, sequence=True)  # decodes whole tokens
         logits, state = part.decode(part.shard(params), tokens, part.init_state())
         return logits, state.kv_cache[0].k.shape
 
@@ -423,7 +425,7 @@ def test_training(sequence: bool) -> None:
         wanted.append((float(loss), float(norm)))
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world, sequence=sequence)
+        part = distributed.tensor_parallel(model, world, sequence=sequence)
         own = part.shard(params)
         state, log = optim.adamw_init(own), []
         for tokens, targets in batches:
@@ -453,7 +455,7 @@ def test_clipping_where_a_process_has_little_to_count(trained: str) -> None:
     wanted, norm = optim.clip_by_global_norm(cache.backward(), max_norm=0.01)
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world)
+        part = distributed.tensor_parallel(model, world)
         _, cache = part.loss(part.shard(few), *inputs(0))
         clipped, norm = part.clip_by_global_norm(cache.backward(), max_norm=0.01)
         with pytest.raises(ValueError, match="there are no gradients"):
@@ -473,7 +475,7 @@ def test_what_all_processes_have_stays_the_same() -> None:
     model = dataclasses.replace(model, activation_checkpointing=True)
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world, sequence=True)
+        part = distributed.tensor_parallel(model, world, sequence=True)
         own = part.shard(params)
         state = optim.adamw_init(own)
         for seed in range(3):
@@ -481,7 +483,7 @@ def test_what_all_processes_have_stays_the_same() -> None:
             own, state = optim.adamw(own, cache.backward(), state, lr=1e-2)
         kept = tree.flatten(own)
         return {
-            n: a for n, a in kept.items() if parallel.cut_of(n, part.cuts) in ("whole", "copied")
+            n: a for n, a in kept.items() if distributed.cut_of(n, part.cuts) in ("whole", "copied")
         }
 
     first, *others = threads.run(3, work)
@@ -512,7 +514,7 @@ def test_directional_derivatives(name: str, sequence: bool) -> None:
     def fn(params: Any) -> tuple[Any, Any]:
         def run(dloss: NDArray[Any] | None) -> Any:
             def work(world: World) -> Any:
-                part = parallel.tensor_parallel(model, world, sequence=sequence)
+                part = distributed.tensor_parallel(model, world, sequence=sequence)
                 loss, cache = part.loss(part.shard(params), tokens, targets)
                 return loss if dloss is None else part.whole(cache.backward(dloss))
 
@@ -533,7 +535,7 @@ def test_shard_and_whole_are_inverses() -> None:
     state = optim.adamw_init(tree.trained(params))
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world)
+        part = distributed.tensor_parallel(model, world)
         own, own_state = part.shard(params), part.shard(state)
         return own, part.whole(own), part.whole(own_state)
 
@@ -556,7 +558,7 @@ def test_init_is_the_part_of_the_wholes() -> None:
     model = xf.GPT(vocab_size=13, n_layers=1, d_model=6, n_heads=2, max_len=7)
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world)
+        part = distributed.tensor_parallel(model, world)
         return part.whole(part.init(seed=4))
 
     for got in threads.run(2, work):
@@ -574,7 +576,7 @@ def test_heads_over_labels_are_whole(head: Any) -> None:
     model = LanguageModel(embed, (layers.BlockConfig(attn, ffn),), head=head)
 
     def work(world: World) -> Any:
-        return parallel.tensor_parallel(model, world).init()
+        return distributed.tensor_parallel(model, world).init()
 
     for own in threads.run(3, work):
         assert tree.flatten(own.head).keys() == tree.flatten(model.init().head).keys()
@@ -586,10 +588,10 @@ def test_no_parameter_is_whole_by_default() -> None:
     """A name that the table does not know is refused, also that of an adapter."""
     for name in ("surprise", "decoder.memory.k.w"):
         with pytest.raises(ValueError, match=f"shard: no rule says how to cut .* {name}"):
-            parallel.cut_of(name)
+            distributed.cut_of(name)
 
     def work(world: World) -> Any:
-        return parallel.shard({"stack": {"attn": {"q": {"base": np.ones((2, 2))}}}}, world)
+        return distributed.shard({"stack": {"attn": {"q": {"base": np.ones((2, 2))}}}}, world)
 
     with pytest.raises(ValueError, match=r"the parameter stack\.attn\.q\.base"):
         threads.run(2, work)
@@ -605,9 +607,9 @@ def test_every_rule_is_used() -> None:
         params = args[0] if case.group == "models" else args[1]
         for name in tree.flatten(params):
             if "memory." not in name:  # of a projection for all layers, which is refused
-                used.add(next(p for p in parallel.CUTS if fnmatchcase(f".{name}", p)))
-    assert used == parallel.CUTS.keys()
-    assert not used & parallel.ONE_KEY_HEAD.keys()  # in a union CUTS would win
+                used.add(next(p for p in distributed.CUTS if fnmatchcase(f".{name}", p)))
+    assert used == distributed.CUTS.keys()
+    assert not used & distributed.ONE_KEY_HEAD.keys()  # in a union CUTS would win
 
 
 # --- what is refused ---
@@ -638,15 +640,15 @@ def of_block(**options: Any) -> Any:
 )
 def test_refused(model: Any, n: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^parallel: {message}"):
-        threads.run(n, lambda world: parallel.tensor_parallel(model, world))
-    threads.run(1, lambda world: parallel.tensor_parallel(model, world))  # alone it is whole
+        threads.run(n, lambda world: distributed.tensor_parallel(model, world))
+    threads.run(1, lambda world: distributed.tensor_parallel(model, world))  # alone it is whole
 
 
 def test_refused_sequences() -> None:
     tokens = np.zeros((1, 5), int)
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(gpt(), world, sequence=True)
+        part = distributed.tensor_parallel(gpt(), world, sequence=True)
         return part.forward(part.init(), tokens)
 
     with pytest.raises(ValueError, match=r"^parallel: 2 processes must divide the 5 tokens"):
@@ -657,7 +659,9 @@ def test_refused_sequences() -> None:
         (LanguageModel(None, (config,), head=None), "needs an embedding"),
     ):
         with pytest.raises(ValueError, match=f"^parallel: sequence = True {message}"):
-            threads.run(2, lambda world, m=model: parallel.tensor_parallel(m, world, sequence=True))
+            threads.run(
+                2, lambda world, m=model: distributed.tensor_parallel(m, world, sequence=True)
+            )
 
 
 def test_dropout_outside_the_sublayers_is_that_of_the_whole() -> None:
@@ -671,7 +675,7 @@ def test_dropout_outside_the_sublayers_is_that_of_the_whole() -> None:
     loss, cache = model.loss(params, tokens, targets, dropout_key=key)
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world)
+        part = distributed.tensor_parallel(model, world)
         loss, cache = part.loss(part.shard(params), tokens, targets, dropout_key=key)
         return loss, part.whole(cache.backward())
 
@@ -693,7 +697,7 @@ def test_no_kernel_of_all_layers_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(op.kernels, "numpy", [Kernel(broken, "numpy", None)])
 
     def work(world: World) -> Any:
-        part = parallel.tensor_parallel(model, world)
+        part = distributed.tensor_parallel(model, world)
         own = part.shard(params)
         part.loss(own, tokens, targets)
         return generation.generate(part, own, [[1, 2]], max_new_tokens=2)
@@ -715,7 +719,7 @@ def test_other_libraries(library: str) -> None:
         data = [backend.asarray(a) for a in (tokens, targets)]
 
         def work(world: World) -> Any:
-            part = parallel.tensor_parallel(model, world, sequence=True)
+            part = distributed.tensor_parallel(model, world, sequence=True)
             loss, cache = part.loss(part.shard(moved), *data)
             return tree.map(backend.to_numpy, (loss, part.whole(cache.backward())))
 

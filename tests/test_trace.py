@@ -21,10 +21,10 @@ from xformer import dispatch, ops, pretrained, training, tree
 from xformer.backends import Backend
 from xformer.cli import main
 from xformer.dispatch import observer
+from xformer.inspection.trace import Step, Trace
 from xformer.layers import EmbedConfig, ExpertsConfig, RopeConfig
 from xformer.models import LanguageModel, LMHead
 from xformer.ops import RandomKey
-from xformer.trace import Step, Trace
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMPY = xf.backends.get("numpy")

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from processes import SHAPES, term
 
+from xformer.base.pairwise_sum import PairwiseSum
 from xformer.cli import main
 from xformer.cli.command_line import COMMANDS, TOGETHER
-from xformer.launcher import SIZES
-from xformer.launcher import launched as n_launched
-from xformer.pairwise import PairwiseSum
-from xformer.world import Alone, World
-from xformer.world import world as found_world
+from xformer.distributed.launcher import SIZES
+from xformer.distributed.launcher import launched as n_launched
+from xformer.distributed.world import Alone, World
+from xformer.distributed.world import world as found_world
 
 
 def recursive(terms: list[Any], plus: Any) -> Any:
@@ -88,7 +88,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher, and no world yet."""
     for name in (*SIZES, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys.modules["xformer.world"], "_worlds", [])
+    monkeypatch.setattr(sys.modules["xformer.distributed.world"], "_worlds", [])
     yield
 
 
@@ -152,7 +152,7 @@ def test_no_silent_double_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PMI_SIZE", "4")
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.delitem(sys.modules, "xformer.world.mpi", raising=False)
+    monkeypatch.delitem(sys.modules, "xformer.distributed.world.mpi", raising=False)
     (tmp_path / "fox.txt").write_text("the quick brown fox. " * 200)
     assert main([command, "--data", "fox.txt", "--steps", "1"]) == 1
     assert capsys.readouterr().err == (
@@ -189,8 +189,8 @@ def test_info_does_not_initialise_mpi() -> None:
     launched.needs_mpi()
     program = (
         "import mpi4py; from xformer.cli import main; main(['info']); from mpi4py import MPI; "
-        "print(MPI.Is_initialized(), mpi4py.rc.initialize); from xformer.world import mpi; "
-        "print(mpi.Mpi().size)"
+        "print(MPI.Is_initialized(), mpi4py.rc.initialize); "
+        "from xformer.distributed.world import mpi; print(mpi.Mpi().size)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -24,8 +24,8 @@ from hanging import SECONDS
 from processes import SHAPES, term
 
 from xformer import optim
+from xformer.distributed.world import Alone, World, threads
 from xformer.optim import OPTIMISERS
-from xformer.world import Alone, World, threads
 
 IDENTITY = b"an id" * 20
 
@@ -194,7 +194,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 
 def joined(control: World) -> Any:
-    from xformer.world.nccl import Nccl
+    from xformer.distributed.world.nccl import Nccl
 
     return Nccl(control)
 
@@ -339,7 +339,7 @@ def test_two_processes_on_one_gpu(gpus: Gpus) -> None:
 
 
 def test_missing_libraries(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    from xformer.world import nccl
+    from xformer.distributed.world import nccl
 
     sys.modules["cupy.cuda.nccl"].available = False
     with pytest.raises(ImportError, match=r"nccl: CuPy finds no libnccl: pip install 'xformer-ar"):
@@ -354,7 +354,7 @@ def test_missing_libraries(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
 PROGRAM = """
 import json, multiprocessing, os, sys, time
 from cupyx.distributed._store import TCPStoreProxy
-from xformer.world import nccl
+from xformer.distributed.world import nccl
 
 multiprocessing.set_start_method("spawn")  # Python 3.14 does not fork either
 TCPStoreProxy.MAX_NUM_RETRIES = 1
@@ -427,7 +427,7 @@ def test_the_id_by_the_store_of_cupy() -> None:
 
 def test_the_port_of_the_store_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_nccl()
-    from xformer.world.nccl import _Store
+    from xformer.distributed.world.nccl import _Store
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -443,7 +443,7 @@ def test_an_error_in_one_process_is_not_held_back(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for it in NCCL, and never close the store."""
-    from xformer.world import nccl
+    from xformer.distributed.world import nccl
 
     waited: list[float] = []
 
@@ -465,7 +465,7 @@ def test_an_error_in_one_process_is_not_held_back(
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_variable_of_torchrun_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from xformer.world.nccl import STORE, _Store
+    from xformer.distributed.world.nccl import STORE, _Store
 
     for variable in STORE:
         monkeypatch.setenv(variable, "0")

@@ -12,8 +12,8 @@ from hanging import SECONDS
 
 import xformer as xf
 from xformer.dispatch import is_inference
-from xformer.world import World, threads
-from xformer.world.base import World as Base
+from xformer.distributed.world import World, threads
+from xformer.distributed.world.base import World as Base
 
 
 def limited(n: int, fn: Any) -> list[Any]:

@@ -17,9 +17,9 @@ from runs import rows
 
 from xformer import training
 from xformer.cli import main
+from xformer.distributed.world import Alone
 from xformer.training import TrainConfig
 from xformer.training.compiled import why_not_compiled
-from xformer.world import Alone
 
 launched.needs_mpi()
 

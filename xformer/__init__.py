@@ -8,11 +8,12 @@ before a name is the gradient of the loss with respect to it.
 
 from typing import TYPE_CHECKING
 
-from xformer.later import later
+from xformer.base.lazy import later
 
 if TYPE_CHECKING:
     from xformer import (
         backends,
+        distributed,
         export,
         finetune,
         generation,
@@ -21,16 +22,15 @@ if TYPE_CHECKING:
         models,
         ops,
         optim,
-        parallel,
         plots,
         pretrained,
         sentences,
         training,
-        tree,
     )
-    from xformer.backward import edit, per_example, per_example_rule, stepped, watch
+    from xformer.arrays.derivatives import gauss_newton, hvp, jvp
+    from xformer.arrays.rounded import rounded
+    from xformer.base import tree
     from xformer.compiling import compile
-    from xformer.derivatives import gauss_newton, hvp, jvp
     from xformer.dispatch import (
         explain,
         inference,
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
         reference_only,
         unfused,
     )
+    from xformer.distributed.world import world
+    from xformer.hooks import edit, per_example, per_example_rule, stepped, watch
+    from xformer.inspection.trace import trace
     from xformer.models import GPT, Transformer
     from xformer.ops import RandomKey
     from xformer.proofs.gradcheck import GradientError, gradcheck
-    from xformer.rounding import rounded
-    from xformer.trace import trace
-    from xformer.world import world
 
 __version__ = "0.1.0"
 
@@ -57,6 +57,7 @@ __all__ = [
     "__version__",
     "backends",
     "compile",
+    "distributed",
     "edit",
     "explain",
     "export",
@@ -75,7 +76,6 @@ __all__ = [
     "ops",
     "optim",
     "overridable",
-    "parallel",
     "per_example",
     "per_example_rule",
     "plots",
@@ -94,27 +94,25 @@ __all__ = [
 
 later(
     __name__,
+    arrays="gauss_newton hvp jvp rounded",
+    base="tree",
     backends="backends",
-    backward="edit per_example per_example_rule stepped watch",
     compiling="compile",
-    derivatives="gauss_newton hvp jvp",
     dispatch="explain inference kernel kernels overridable reference_only unfused",
+    distributed="distributed world",
     export="export",
     finetune="finetune",
     generation="generation",
+    hooks="edit per_example per_example_rule stepped watch",
     initializers="initializers",
+    inspection="trace",
     layers="layers",
     models="GPT Transformer models",
     ops="RandomKey ops",
     optim="optim",
-    parallel="parallel",
     plots="plots",
     pretrained="pretrained",
     proofs="GradientError gradcheck",
-    rounding="rounded",
     sentences="sentences",
-    trace="trace",
     training="training",
-    tree="tree",
-    world="world",
 )

@@ -19,12 +19,12 @@ from typing import Any
 
 from array_api_compat import device, is_array_api_obj, is_numpy_array
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.keys import Reads, Unkeyed
+from xformer.base.typing import Array
 from xformer.dispatch import current_contexts, inference, registry
 from xformer.dispatch.checks import require_sizes
-from xformer.keys import Reads, Unkeyed
 from xformer.ops.random_bits import RandomKey
-from xformer.typing import Array
 
 KEPT = 16  # sets of values that a function reads besides its arguments
 

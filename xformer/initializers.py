@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array, Tree
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import number, require_sizes
-from xformer.namespace import array_namespace
-from xformer.typing import Array, Tree
 
 Draw = Callable[[Generator, tuple[int, int]], Array]
 

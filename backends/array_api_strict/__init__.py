@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import array_api_strict
 import numpy as np
 
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Backend
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import Overridable, kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import STORED
 from xformer.ops.activation import BUILT_IN
-from xformer.showing import short
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=(*BUILT_IN, "erf"))
 BLOCK = 256  # threads; each computes one pack of elements

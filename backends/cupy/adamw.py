@@ -8,11 +8,11 @@ from typing import Any
 
 from xformer.backends.cupy.leaves import LEAVES, apart, launches
 from xformer.backends.cupy.module import Source, contiguous, empty, launch, not_alike
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
-from xformer.namespace import array_namespace
 from xformer.optim._checks import in_dtype
 from xformer.optim.adam import adam_update as reference
-from xformer.typing import Array
 
 SOURCE = Source(__file__, WIDE=(0, 1), LEAVES=(LEAVES,))
 SHARE = 1 << 12  # elements that a block updates

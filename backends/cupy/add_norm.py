@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.backends.cupy import layer_norm, rms_norm
+from xformer.base.printing import short
+from xformer.base.tree import Frozen, value
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_axis, require_gradient
 from xformer.dispatch.shapes import STORED
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.norm import add_norm as reference
-from xformer.showing import short
-from xformer.tree import Frozen, value
-from xformer.typing import Array
 
 
 def unsupported(x: Array, r: Array | None, params: NormParams, *, config: NormConfig) -> str | None:

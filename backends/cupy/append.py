@@ -7,11 +7,11 @@ from typing import Any
 from xformer.backends.append import append as in_place
 from xformer.backends.append import unsupported
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, launch
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.shapes import STORED
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.kv_cache import append as reference
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY)
 BLOCK = 256  # threads; each copies one element

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from xformer.backends.cupy.module import contiguous, real_size
 from xformer.backends.cupy.random_bits import words
-from xformer.namespace import array_namespace
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.ops._attention import SdpaOptions
-from xformer.typing import Array
 
 WIDTHS = (32, 64, 128, 256)  # of the heads, rounded up
 BLOCK = 128  # threads

@@ -23,12 +23,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xformer import tree
 from xformer.backends.cupy.constant import Constants, keeping
 from xformer.backends.cupy.runtimes import holding
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Backend
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 Step = Callable[[dict[str, Array], Any], tuple[dict[str, Array], tuple[Any, ...]]]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.shapes import working_dtype
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY)
 # Most blocks of the first stage, and fewest rows of a block. PARTS is fixed, so that the sums are

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from xformer import tree
 from xformer.backends import results as of_calls
 from xformer.backends.cupy.captured import Captured, is_of_device
+from xformer.base import tree
+from xformer.base.keys import Unkeyed, exact
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch import observed
 from xformer.dispatch.backend import Backend, next_arguments
-from xformer.keys import Unkeyed, exact
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

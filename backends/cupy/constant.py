@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.layers.constant import constant as reference
-from xformer.typing import Array
 
 Constants = dict[Any, Array]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer.backends.cupy.module import EVERY, Source, contiguous, empty, launch, threads, wide
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_axis, require_gradient, require_integers
 from xformer.dispatch.shapes import STORED, working_dtype
-from xformer.namespace import array_namespace
 from xformer.ops._loss import loss_options, one
 from xformer.ops.cross_entropy import cross_entropy as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 MAX_THREADS = 1024

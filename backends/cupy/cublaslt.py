@@ -36,8 +36,8 @@ from xformer.backends.cupy.module import contiguous
 from xformer.backends.cupy.packed import distance
 from xformer.backends.cupy.products import product_into
 from xformer.backends.cupy.runtimes import Lent, Runtime, failed, runtime_of
+from xformer.base.typing import Array
 from xformer.dispatch.shapes import STORED, dtype_name
-from xformer.typing import Array
 
 KEPT = 1024  # plans: a growing sequence needs another kind of matmul for each length
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from xformer.backends.cupy.cudnn_plan import Kind, Plan, Q, planned
 from xformer.backends.cupy.runtimes import Lent, Runtime, failed, hold, runtime_of
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 # 9.16: before it, backward copies lengths from the host if keys are no multiple of 128.
 OLDEST = 91600

@@ -16,10 +16,10 @@ from xformer.backends.cupy import driver
 from xformer.backends.cupy.compiled import Compiled
 from xformer.backends.cupy.index_add import deterministic
 from xformer.backends.cupy.packed import packed
+from xformer.base.printing import size
+from xformer.base.typing import Array
 from xformer.dispatch.backend import INSTALL_CUDA, Backend, Memory, Unusable
 from xformer.dispatch.shapes import STORED
-from xformer.showing import size
-from xformer.typing import Array
 
 OLDEST = (14, 2)  # the oldest CuPy; the extras cuda12 and cuda13 require the same
 CAPABILITY = 80  # 8.0: its blocks have the shared memory that sdpa needs

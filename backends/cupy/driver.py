@@ -18,7 +18,7 @@ from xformer.backends.cupy.captured import GRAPHS
 from xformer.backends.cupy.cublaslt import RUNTIMES, Stream
 from xformer.backends.cupy.module import LAUNCHERS, MAKERS, Source, arithmetic
 from xformer.backends.cupy.runtimes import Runtime
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 FREELY = 48 << 10  # bytes of dynamic shared memory that a kernel has without a request
 

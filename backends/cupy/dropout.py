@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 from xformer.backends.cupy.random_bits import not_a_step, words
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_shape
 from xformer.dispatch.shapes import STORED
-from xformer.namespace import array_namespace
 from xformer.ops.dropout import dropout as reference
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey
-from xformer.showing import short
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 BLOCK = 256  # threads; each computes four elements

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from xformer.backends.cupy.index_add import add_rows
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_ids, require_shape
 from xformer.dispatch.shapes import STORED, working_dtype
-from xformer.namespace import array_namespace
 from xformer.ops.embedding import embedding as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 BLOCK = 256  # threads; each copies one pack of elements

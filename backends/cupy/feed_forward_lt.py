@@ -13,15 +13,15 @@ from xformer import ops
 from xformer.backends.cupy.cublaslt import multiply_gelu, multiply_slope, why_not
 from xformer.backends.cupy.linear_lt import PRODUCTS
 from xformer.backends.cupy.module import contiguous, empty
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import is_inference, kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import dtype_name
 from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.feed_forward import feed_forward as reference
 from xformer.layers.linear import LinearParams
-from xformer.namespace import array_namespace
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def unsupported(

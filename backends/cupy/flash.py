@@ -8,13 +8,13 @@ from xformer.backends.cupy.attention import BLOCK, Attention, attention, heads_f
 from xformer.backends.cupy.flash_backward import PACK, WIDTHS, backward, shared, width_of
 from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch
 from xformer.backends.cupy.sdpa import FEW
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import STORED, dtype_name, working_dtype
 from xformer.ops._attention import sdpa_options
 from xformer.ops.sdpa import sdpa as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=STORED, WIDTH=WIDTHS)
 # Head width -> (queries of a block, keys that it loads at a time), as in flash.cu.

@@ -8,8 +8,8 @@ from xformer.backends.cupy.attention import BLOCK, Attention, heads_first, strid
 from xformer.backends.cupy.column_sums import row_sums
 from xformer.backends.cupy.module import Source, blocks, empty, launch
 from xformer.backends.cupy.side_by_side import heads_beside, step_of
+from xformer.base.typing import Array
 from xformer.dispatch.shapes import STORED
-from xformer.typing import Array
 
 PACK = 8  # numbers that are accessed together: 16 bytes
 WIDTHS = (32, 64, 128)  # of the heads, rounded up

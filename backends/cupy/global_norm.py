@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from xformer.backends.cupy.leaves import BLOCK, LEAVES, launches
 from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, not_alike
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.optim.clip import clip_leaves as reference
-from xformer.typing import Array
 
 SOURCE = Source(__file__, WIDE=(0, 1), LEAVES=(LEAVES,))
 SHARE = 1 << 14  # elements that a block sums: fixed, so that sums are the same on every device

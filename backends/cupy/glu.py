@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from xformer.backends.cupy.activation import elementwise
 from xformer.backends.cupy.module import EVERY, Source, contiguous, empty
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import STORED
 from xformer.ops.activation import BUILT_IN
 from xformer.ops.glu import glu as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=BUILT_IN)
 

@@ -12,12 +12,12 @@ from contextvars import ContextVar
 from typing import Any
 
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, launch
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_ids
-from xformer.namespace import array_namespace
 from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY)
 BLOCK = 256  # threads

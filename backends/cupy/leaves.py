@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from xformer.backends.cupy.module import blocks, wide
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 LEAVES = 50  # of a launch: adamw needs 72 bytes for each, and arguments have at most 4,096 bytes
 BLOCK = 256  # threads

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from xformer.backends.cupy.products import Products
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import STORED
 from xformer.ops.linear import linear as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @kernel(reference, "cupy", storage_dtypes=STORED)

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 from xformer.backends.cupy.cross_entropy import int64_targets, token_losses, total_loss
 from xformer.backends.cupy.module import blocks, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import is_inference, kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import STORED, working_dtype
-from xformer.namespace import array_namespace
 from xformer.ops._loss import LossOptions, loss_options, one
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 CHUNK = 1 << 29  # bytes of a chunk of logits, rounded; so large that dw has few sums
 ROWS = 256  # a chunk has a multiple of it, as tiles of matmuls; with fewer rows w is not copied

@@ -19,10 +19,10 @@ from xformer.backends.cupy.cublaslt import multiply, readable, why_not
 from xformer.backends.cupy.lt_plan import layout
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products, added, flat
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.shapes import STORED, working_dtype
 from xformer.ops._loss import loss_options
-from xformer.typing import Array
 
 
 class FusedProducts(Products):

@@ -15,13 +15,13 @@ from xformer.backends.cupy.cublaslt import distances, multiply_each, why_not
 from xformer.backends.cupy.linear_lt import PRODUCTS, linear
 from xformer.backends.cupy.module import empty
 from xformer.backends.cupy.side_by_side import beside, whole
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import is_inference, kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.layers.linear import LinearParams
 from xformer.layers.linear import linear_many as reference
-from xformer.namespace import array_namespace
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def unsupported(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str | None:

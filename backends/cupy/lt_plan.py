@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 WORKSPACE = 32 << 20  # bytes that an algorithm may use, as NVIDIA recommends for Hopper
 AUX_STEP = 8  # rows of an epilogue's matrix have a multiple of so many elements

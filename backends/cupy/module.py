@@ -16,9 +16,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.shapes import STORED, dtype_name
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 # dtype -> the C++ name of REAL, the type of arithmetic, and of arrays. storage.cuh has the names of
 # the types in STORED.

@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from xformer import tree
 from xformer.backends.cupy.leaves import LEAVES, launches
 from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.shapes import STORED
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=STORED, WIDE=(0, 1), LEAVES=(LEAVES,))
 SHARE = 1 << 13  # elements of a block

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from xformer import backends
 from xformer.backends.cupy.column_sums import row_sums
 from xformer.backends.cupy.module import contiguous
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.shapes import working_dtype
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 
 @contextmanager

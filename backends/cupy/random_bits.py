@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from xformer.backends.cupy.module import Source, blocks, empty, launch
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_sizes
 from xformer.dispatch.shapes import require_array
-from xformer.namespace import array_namespace
 from xformer.ops.random_bits import MASK, RandomKey, require_key
 from xformer.ops.random_bits import random_bits as reference
-from xformer.typing import Array
 
 SOURCE = Source(__file__)
 BLOCK = 256  # threads; each writes four words

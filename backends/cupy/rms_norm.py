@@ -16,12 +16,12 @@ from xformer.backends.cupy.module import (
     row_threads,
     wide,
 )
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import number, require_axis, require_gradient
 from xformer.dispatch.shapes import STORED, working_dtype
 from xformer.ops.rms_norm import rms_norm as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 

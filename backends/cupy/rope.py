@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from xformer.backends.cupy.attention import heads_first
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_shape
 from xformer.dispatch.shapes import STORED, require_same_device, require_same_library
 from xformer.ops.rope import require_tables
 from xformer.ops.rope import rope as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY)
 BLOCK = 256  # threads

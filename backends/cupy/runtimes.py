@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 
 class Runtime(NamedTuple):

@@ -21,14 +21,14 @@ from xformer.backends.cupy.attention import (
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size, threads
 from xformer.backends.cupy.random_bits import not_a_step
 from xformer.backends.cupy.sdpa_backward import backward
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import STORED, working_dtype
-from xformer.namespace import array_namespace
 from xformer.ops._attention import sdpa_options
 from xformer.ops.sdpa import sdpa as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDTH=WIDTHS, FEW=(0, 1))
 OWN_BYTES = 32 << 10  # as in sdpa.cu

@@ -17,9 +17,9 @@ from xformer.backends.cupy.attention import (
 from xformer.backends.cupy.column_sums import column_sums
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size
 from xformer.backends.cupy.side_by_side import heads_beside, step_of
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.shapes import working_dtype
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDTH=WIDTHS)
 OWN_BYTES = 16 << 10  # as in sdpa_backward.cu

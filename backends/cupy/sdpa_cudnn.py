@@ -28,14 +28,14 @@ from xformer.backends.cupy.index_add import deterministic, is_deterministic
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.runtimes import runtime_of
 from xformer.backends.cupy.side_by_side import heads_beside, joined
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import is_inference, kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import STORED, dtype_name, working_dtype
-from xformer.namespace import array_namespace
 from xformer.ops._attention import SdpaOptions, sdpa_options
 from xformer.ops.sdpa import sdpa as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 MULTIPLE = 64  # lengths are a multiple of it: each length needs plans, which take long to make
 LAYOUTS = 4096  # layouts that are cached

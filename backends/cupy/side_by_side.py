@@ -15,8 +15,8 @@ from itertools import accumulate
 from xformer.backends.cupy.cublaslt import why_not
 from xformer.backends.cupy.lt_plan import layout
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch
-from xformer.namespace import array_namespace
-from xformer.typing import Array
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 MOST = 4  # matrices of a launch, as in side_by_side.cu

@@ -6,11 +6,11 @@ import math
 from typing import NamedTuple
 
 from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_axis, require_gradient
 from xformer.ops.softmax import softmax as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 SOURCE = Source(__file__, WIDE=(0, 1))
 

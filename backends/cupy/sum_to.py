@@ -6,11 +6,11 @@ import math
 
 from xformer.backends.cupy.column_sums import row_sums
 from xformer.backends.cupy.module import contiguous
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.shapes import STORED
-from xformer.namespace import array_namespace
 from xformer.ops.sum_to import sum_to as reference
-from xformer.typing import Array
 
 
 def unsupported(x: Array, *, shape: tuple[int, ...]) -> str | None:

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from xformer.base.tree import Constant, Frozen
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Backend, Memory, Unusable, process_memory
-from xformer.tree import Constant, Frozen
-from xformer.typing import Array
 
 # So that parameters with Frozen and Constant leaves can be arguments of compiled functions.
 jax.tree_util.register_pytree_node(

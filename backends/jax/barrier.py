@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.ops.barrier import barrier as reference
 from xformer.ops.random_bits import RandomKey
-from xformer.typing import Array
 
 
 @kernel(reference, "jax")

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 from jax.errors import JaxRuntimeError
 
-from xformer import tree
 from xformer.backends import results
+from xformer.base import tree
+from xformer.base.keys import exact
 from xformer.dispatch import observed
 from xformer.dispatch.backend import summary
-from xformer.keys import exact
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.ops.erf import ErfCache
 from xformer.ops.erf import erf as reference
-from xformer.typing import Array
 
 
 @kernel(reference, "jax")

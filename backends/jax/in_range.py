@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import in_range as reference
-from xformer.typing import Array
 
 
 @kernel(reference, "jax")

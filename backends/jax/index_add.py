@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_ids
 from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
-from xformer.typing import Array
 
 
 @kernel(reference, "jax")

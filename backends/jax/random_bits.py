@@ -7,11 +7,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_sizes
 from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL, RandomKey, require_key
 from xformer.ops.random_bits import random_bits as reference
-from xformer.typing import Array
 
 
 @kernel(reference, "jax")

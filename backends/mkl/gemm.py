@@ -10,8 +10,8 @@ import numpy as np
 
 from xformer.backends.numpy.products import AS_IT_IS, SMALL, TRANSPOSED, by_numpy, layout
 from xformer.backends.numpy.threads import n_threads
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Unusable
-from xformer.typing import Array
 
 ROW_MAJOR, COLUMN_MAJOR = 101, 102  # CblasRowMajor, CblasColMajor
 SEQUENTIAL = 1  # MKL_THREADING_SEQUENTIAL: kernels run on the thread pool of `numpy.threads`

@@ -15,7 +15,7 @@ import numba
 
 from xformer import layers, ops
 from xformer.backends import numpy
-from xformer.backends.numba.eager import Eager
+from xformer.backends.numba.single_op import Eager
 from xformer.dispatch import kernel
 from xformer.dispatch.backend import Backend
 from xformer.optim.adam import adam_update

@@ -20,8 +20,8 @@ from numba.core.caching import IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
 from xformer.backends.numba.linked import Function
+from xformer.base.lock import locked
 from xformer.dispatch.backend import Unusable
-from xformer.lock import locked
 
 if numba.config.DISABLE_JIT:
     raise Unusable(

@@ -11,6 +11,8 @@ from xformer import layers
 from xformer.backends.append import append
 from xformer.backends.numpy.products import product, worth_threads
 from xformer.backends.numpy.threads import run, single_blas_thread
+from xformer.base.tree import value
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.layers.advance import advance as reference
 from xformer.layers.attention import AttentionParams
@@ -25,8 +27,6 @@ from xformer.layers.rope_by_layer import of_layers
 from xformer.layers.stack import StackParams
 from xformer.ops.activation import ACTIVATIONS
 from xformer.ops.gelu import CUBIC, SCALE
-from xformer.tree import value
-from xformer.typing import Array
 
 
 def unsupported(

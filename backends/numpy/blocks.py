@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from xformer import layers, tree
+from xformer import layers
 from xformer.backends.numpy.threads import n_threads
 from xformer.backends.numpy.threads import run as on_threads
+from xformer.base import tree
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import is_inference, kernel
 from xformer.dispatch.checks import require_shape
+from xformer.dispatch.grad_callback import Ready
 from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import blocks as reference
 from xformer.layers.blocks_cache import BlocksCache, add, report_block
 from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.rope_by_layer import LayerTables
-from xformer.ready import Ready
-from xformer.showing import short
-from xformer.typing import Array
 
 if TYPE_CHECKING:
     from xformer.layers.reversible import ReversibleCache

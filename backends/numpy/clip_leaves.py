@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from xformer.backends.numpy.leaves import map_leaves, share_no_memory, unsupported_leaves
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.optim.clip import clip_leaves as reference
-from xformer.typing import Array
 
 
 def unsupported(grads: Sequence[Array], *, max_norm: float, donate: bool = False) -> str | None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from xformer.base.typing import Array
 from xformer.dispatch import is_inference, kernel
 from xformer.layers.rope_config import RopeConfig
 from xformer.layers.rope_tables import cos_sin as reference
-from xformer.typing import Array
 
 ROWS = 256  # positions of a table
 

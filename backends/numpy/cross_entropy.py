@@ -10,13 +10,13 @@ import numpy as np
 from xformer.backends.numpy.ids import private_copy
 from xformer.backends.numpy.rows import row_blocks, rows
 from xformer.backends.numpy.threads import scratch
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_axis, require_gradient
 from xformer.ops._loss import loss_options, one
 from xformer.ops.cross_entropy import cross_entropy as reference
 from xformer.ops.cross_entropy import split_ignored
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @kernel(reference, "numpy")

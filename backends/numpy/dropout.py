@@ -8,13 +8,13 @@ import numpy as np
 
 from xformer.backends.numpy.philox import words
 from xformer.backends.numpy.rows import masked, row_blocks, rows
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_shape
 from xformer.ops.dropout import dropout as reference
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def unsupported(x: Array, *, rate: Any, key: RandomKey | None) -> str | None:

@@ -8,9 +8,9 @@ import numpy as np
 
 from xformer.backends.numpy.leaves import map_leaves, share_no_memory, unsupported_leaves
 from xformer.backends.numpy.threads import scratch
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.optim.ema import ema_leaves as reference
-from xformer.typing import Array
 
 
 def unsupported(

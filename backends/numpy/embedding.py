@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from xformer.backends.numpy.ids import private_copy
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_ids, require_shape
 from xformer.ops.embedding import embedding as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @kernel(reference, "numpy")

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from xformer.backends.numpy.ids import private_copy
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops.experts import ExpertCache, of_expert, one_expert, require_choice
 from xformer.ops.experts import experts as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @kernel(reference, "numpy")

@@ -24,7 +24,7 @@ from xformer.backends.numpy.tiles import (
     transposed,
     unfold,
 )
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 BOUND = 30.0  # if total is within e^-30 and e^30, the maximum need not be subtracted
 UNIT = math.log2(math.e) if EXP2 else 1.0  # scores are multiplied by it: exp2(UNIT x) = exp(x)

@@ -14,12 +14,12 @@ import numpy as np
 from xformer.backends.numpy.logistic import LOG2_E, clipped, inverse_sigmoid
 from xformer.backends.numpy.rows import BLOCK, flat
 from xformer.backends.numpy.threads import blocks, scratch
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops.gelu import CUBIC, FAR, SCALE
 from xformer.ops.gelu import gelu as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 TANH = (-2 * SCALE * LOG2_E, -2 * SCALE * LOG2_E * CUBIC)
 # P for -log2(Phi(x) / Phi(-x)) / x, fitted for |x| < 6.6. The error of x Phi(x) is at most 7e-8.

@@ -9,12 +9,12 @@ import numpy as np
 from xformer.backends.numpy.logistic import LOG2_E, clipped, inverse_sigmoid
 from xformer.backends.numpy.rows import BLOCK, flat
 from xformer.backends.numpy.threads import blocks, scratch
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops.glu import glu as reference
 from xformer.ops.silu import FAR
-from xformer.showing import short
-from xformer.typing import Array
 
 SILU = (-LOG2_E,)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.ops.greedy import greedy as reference
-from xformer.typing import Array
 
 
 @kernel(reference, "numpy")

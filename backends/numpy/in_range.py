@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import in_range as reference
-from xformer.typing import Array
 
 
 @kernel(reference, "numpy")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from xformer.backends.numpy.ids import private_copy
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_ids
 from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
-from xformer.typing import Array
 
 
 @kernel(reference, "numpy")

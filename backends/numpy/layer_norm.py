@@ -8,11 +8,11 @@ import numpy as np
 
 from xformer.backends.numpy.rows import Sums, outer_factor, row_blocks, rows
 from xformer.backends.numpy.threads import scratch
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import number, require_axis, require_gradient
 from xformer.ops.layer_norm import layer_norm as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 # |mean| / standard deviation. If it is larger, the rounding error of the mean matters, and the mean
 # of the centred row is added to the mean.

@@ -11,7 +11,7 @@ import numpy as np
 
 from xformer.backends.numpy.rows import BLOCK
 from xformer.backends.numpy.threads import run, scratch
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 SMALL = 1 << 13  # elements; smaller leaves are gathered: NumPy calls for each would cost more
 ARRAY_TYPES = (np.ndarray, np.generic)

@@ -17,11 +17,11 @@ import numpy as np
 from xformer.backends.numpy import products
 from xformer.backends.numpy.products import product
 from xformer.backends.numpy.threads import aligned, run, single_blas_thread
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import is_inference, kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops.linear import linear as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 Map = tuple[Array, Array | None]  # w (I, O), b (O,)
 

@@ -17,13 +17,13 @@ from xformer.backends.numpy.ids import private_copy
 from xformer.backends.numpy.products import product
 from xformer.backends.numpy.rows import row_blocks
 from xformer.backends.numpy.threads import run, scratch
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import is_inference, kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops._loss import loss_options, one
 from xformer.ops.cross_entropy import split_ignored
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 CHUNK = 1 << 24  # logits of a chunk, about: 64 MB, with enough rows for fast products
 LARGE = 1 << 12  # V; with fewer classes the logits are a small part of a model's saved arrays

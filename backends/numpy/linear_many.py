@@ -8,12 +8,12 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends.numpy.linear import gradients, outputs
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.layers.linear import LinearParams
 from xformer.layers.linear import linear_many as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def unsupported(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str | None:

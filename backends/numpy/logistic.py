@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 LOG2_E = math.log2(math.e)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from xformer.base.typing import Array
 from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL, RandomKey
-from xformer.typing import Array
 
 BLOCK = 1 << 14  # counters; the arrays for this many fit in a core's L2 cache
 _LOW, _HIGH = np.uint64(MASK), np.uint64(32)

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from xformer.backends.numpy.threads import n_threads, scratch
+from xformer.base.typing import Array
 from xformer.dispatch import chosen_kernels
-from xformer.typing import Array
 
 SMALL = 1 << 18  # multiplications; a smaller product uses one thread, as in OpenBLAS
 VECTOR = 1 << 13  # multiplications; OpenBLAS computes a smaller matrix-vector product on one thread

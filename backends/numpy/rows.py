@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numpy.threads import Piece, blocks, even_size, scratch
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 BLOCK = 1 << 16  # elements; a few blocks fit in the L2 cache
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from xformer.backends.numpy.flash import Attention, Gradients, attend, backward
 from xformer.backends.numpy.tiles import Scores
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops._attention import sdpa_options
 from xformer.ops.sdpa import sdpa as reference
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def unsupported(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 _ZERO = {dtype: np.zeros((), dtype) for dtype in ("float32", "float64")}
 

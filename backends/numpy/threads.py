@@ -27,8 +27,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from xformer.backends.exclusive import Exclusive
+from xformer.base.typing import Array
 from xformer.dispatch import observed
-from xformer.typing import Array
 
 Piece = Callable[[int, int], Any]  # fn(start, stop)
 _Buffer = tuple[Array, int]  # bytes, and the index of the first byte at a multiple of LINE

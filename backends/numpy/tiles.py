@@ -14,9 +14,9 @@ import numpy as np
 
 from xformer.backends.numpy.philox import words
 from xformer.backends.numpy.threads import blocks, n_threads, scratch
+from xformer.base.typing import Array
 from xformer.ops._attention import SdpaOptions
 from xformer.ops.random_bits import RandomKey
-from xformer.typing import Array
 
 # Queries of a tile, at least and at most. With fewer, less work is wasted beyond the diagonal; with
 # more, keys are read less often.

@@ -10,8 +10,8 @@ import array_api_compat.torch as xp
 import numpy as np
 import torch
 
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Backend, Memory, Unusable, process_memory
-from xformer.typing import Array
 
 __all__ = ["TorchBackend", "backend", "refusal"]
 

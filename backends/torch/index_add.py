@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_ids
 from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
-from xformer.typing import Array
 
 
 @kernel(reference, "torch")

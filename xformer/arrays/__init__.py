@@ -7,4 +7,28 @@ what they compute:
 - `digits`: numbers of many digits
 - `rounding`: arrays that round every result to a number format of `formats`
 - `onnx`: arrays that record a graph
+
+On them stand `derivatives` (`jvp`, `hvp`, `gauss_newton`) and `rounded`.
 """
+
+from typing import TYPE_CHECKING
+
+from xformer.base.lazy import later
+
+if TYPE_CHECKING:
+    from xformer.arrays.derivatives import gauss_newton, hvp, jvp
+    from xformer.arrays.rounded import rounded
+
+__all__ = ["gauss_newton", "hvp", "jvp", "rounded"]
+
+later(
+    __name__,
+    derivatives="gauss_newton hvp jvp",
+    digits="",
+    dual="",
+    formats="",
+    onnx="",
+    onnx_functions="",
+    rounded="rounded",
+    rounding="",
+)

@@ -24,10 +24,10 @@ from typing import Any
 import array_api_compat.numpy as xnp
 import numpy as np
 
+from xformer.base.typing import Array
 from xformer.dispatch import reference_only
 from xformer.dispatch.backend import Backend, Unusable
 from xformer.dispatch.checks import require_sizes
-from xformer.typing import Array
 
 GUARD = 15  # further digits of the numbers, because sums lose some
 LEAST, MOST = 17, 10_000  # float64 has 16

@@ -23,8 +23,8 @@ from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
 
+from xformer.base.typing import Array
 from xformer.dispatch import library_of
-from xformer.typing import Array
 
 # f(x + e v) = f(x) + e f(v)
 LINEAR = {

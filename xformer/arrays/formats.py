@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.shapes import require_array
-from xformer.namespace import array_namespace
 from xformer.ops import RandomKey, random_bits
 from xformer.ops.random_bits import require_key
-from xformer.typing import Array
 
 
 class Format(NamedTuple):

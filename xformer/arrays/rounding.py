@@ -24,10 +24,10 @@ from typing import Any
 from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer.arrays import formats
+from xformer.base.typing import Array
 from xformer.dispatch import library_of
 from xformer.ops import RandomKey
 from xformer.ops.random_bits import MASK
-from xformer.typing import Array
 
 # Functions whose results are numbers of their arguments, or 0, 1 and their negatives.
 MOVES = {

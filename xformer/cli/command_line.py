@@ -20,7 +20,7 @@ from xformer.cli import config_file
 from xformer.cli.errors import by_option, in_words, sizes_given
 from xformer.cli.output import end, notes, one_line, printing
 from xformer.cli.parser import Parser
-from xformer.launcher import launched
+from xformer.distributed.launcher import launched
 
 COMMANDS = {  # name -> what it does
     "prepare": "tokenise text into a folder, to train on",
@@ -134,7 +134,7 @@ def _meet(words: Sequence[str]) -> None:
     """
     n, command = launched(), words[0] if words else ""
     if n > 1 and command in TOGETHER:
-        from xformer.world import world
+        from xformer.distributed.world import world
 
         world()
     elif n > 1 and command in COMMANDS and command != "info":

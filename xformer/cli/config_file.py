@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer.files import replacing
+from xformer.base.files import replacing
 
 CONFIG = "config.toml"
 OPTION = "--config"
@@ -80,7 +80,7 @@ def use(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> 
         if isinstance(value, dict):
             raise ValueError(f"{path}: options must not be in tables, got [{name}]")
         if option not in actions or option == OPTION:
-            from xformer.choices import did_you_mean
+            from xformer.base.choices import did_you_mean
 
             known = (known.removeprefix("--") for known in actions if known != OPTION)
             near = _other(read, path) or did_you_mean(name, known)
@@ -134,7 +134,7 @@ def write(folder: Path, command: str, options: Mapping[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        from xformer.choices import near_path
+        from xformer.base.choices import near_path
 
         raise FileNotFoundError(f"{OPTION}: there is no file {path}{near_path(path)}")
     try:

@@ -62,7 +62,7 @@ def sizes_given(args: argparse.Namespace, parser: argparse.ArgumentParser) -> st
 
 def _about(path: Path, error: OSError) -> str:
     if error.errno == errno.ENOENT:
-        from xformer.choices import near_path
+        from xformer.base.choices import near_path
 
         return f"there is no file or folder {path}{near_path(path)}"
     if error.errno == errno.EISDIR:

@@ -9,11 +9,11 @@ from itertools import groupby
 from pathlib import Path
 
 from xformer import backends
+from xformer.base.files import replacing
 from xformer.cli.models import enable_float64
 from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.exercises import EXERCISES, Exercise, get, grade, load
-from xformer.files import replacing
 
 LIMIT = 30.0  # seconds of a call; one takes milliseconds, more where JAX compiles
 ABOUT = (

@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from xformer import backends, export, pretrained, tree
+from xformer import backends, export, pretrained
+from xformer.base import tree
+from xformer.base.printing import size
 from xformer.cli.models import is_own
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
@@ -16,7 +18,6 @@ from xformer.optim import OPTIMISERS
 from xformer.pretrained.foreign import require_model
 from xformer.sentences import settings
 from xformer.sentences.embed import POOLINGS
-from xformer.showing import size
 from xformer.training import checkpoint
 
 OF_EMBEDDINGS = ("pooling", "normalize")

@@ -12,16 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer import backends, finetune, training, tree
+from xformer import backends, finetune, training
 from xformer.backends import Backend
+from xformer.base import tree
 from xformer.cli import config_file, finetune_options
 from xformer.cli.models import is_own, kernels_of, opened
+from xformer.cli.multiprocess import description, optimiser_of, together
 from xformer.cli.parser import Parser
 from xformer.cli.progress import Bar, each
 from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
 from xformer.cli.texts import watched
-from xformer.cli.together import description, optimiser_of, together
 from xformer.cli.train import STOPPING, folder_of, parts
+from xformer.distributed.world import World
 from xformer.finetune import Record, Task, TrainConfig, lora, peft
 from xformer.finetune.loop import about_of
 from xformer.finetune.saving import ADAPTER
@@ -33,7 +35,6 @@ from xformer.training.checkpoint import WEIGHTS
 from xformer.training.log import LOG, rows
 from xformer.training.loop import is_stale, require_shares
 from xformer.training.run import require_alike
-from xformer.world import World
 
 EVERY = 100  # least number of steps between validations by default; there are at most four
 LINES = 10  # lines of progress if stderr is no terminal

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import tee
 from typing import Any
 
-from xformer import backends, tree
+from xformer import backends
+from xformer.base import tree
 from xformer.cli.models import LoadedModel, opened, start_id
 from xformer.cli.output import is_lost, visible
 from xformer.cli.parser import Parser

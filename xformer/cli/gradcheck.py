@@ -139,7 +139,7 @@ def _recorded() -> Iterator[set[str]]:
     if backends.unavailable_reason("numba") is not None:
         yield ran
         return
-    from xformer.backends.numba.eager import Eager
+    from xformer.backends.numba.single_op import Eager
 
     def noted(op: dispatch.Overridable[..., Any]) -> dispatch.Kernel:
         eager = Eager(op, least=0)

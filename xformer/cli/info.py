@@ -13,7 +13,7 @@ import warnings
 import xformer
 from xformer import backends
 from xformer.cli.parser import Parser
-from xformer.world import INSTALL
+from xformer.distributed.world import INSTALL
 
 
 def add_arguments(parser: Parser) -> None:

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from xformer.base.printing import size
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.cli.summary import Row, inspected, table
 from xformer.dispatch.checks import require_memory
 from xformer.dispatch.shapes import FLOATING
-from xformer.ledger import Ledger, ledger, measured_peak
-from xformer.measure import blocks_of
+from xformer.inspection.ledger import Ledger, ledger, measured_peak
+from xformer.inspection.measure import blocks_of
+from xformer.inspection.summary import LENGTH, context, ranges
 from xformer.models import GPT
 from xformer.optim import OPTIMISERS
-from xformer.showing import size
-from xformer.summary import LENGTH, context, ranges
 
 ABOUT = (
     "The memory of the arrays of a training step. The measured memory may be smaller, as pages "

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer import backends, kernels, pretrained, tree
+from xformer import backends, kernels, pretrained
+from xformer.base import tree
 from xformer.cli.progress import progress
 from xformer.generation import Bytes
 from xformer.generation.text import Codec, prompt_ids

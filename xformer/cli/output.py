@@ -76,7 +76,7 @@ class _Notes(logging.Handler):
 @contextmanager
 def notes() -> Iterator[None]:
     """A context in which the log of the library is printed; of several processes, by the first."""
-    world = sys.modules.get("xformer.world")
+    world = sys.modules.get("xformer.distributed.world")
     if world is not None and world.world().rank > 0:
         yield
         return
@@ -109,7 +109,7 @@ def end(message: str) -> None:
 
     There are none before `xformer.world` is imported.
     """
-    world = sys.modules.get("xformer.world")
+    world = sys.modules.get("xformer.distributed.world")
     if world is None:
         print(message, file=sys.stderr)
     else:

@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         """
         values, unknown = super().parse_known_args(args, namespace)
         if unknown and not self._appended(values, unknown):
-            from xformer.choices import did_you_mean
+            from xformer.base.choices import did_you_mean
 
             options = (word.partition("=")[0] for word in unknown if word.startswith("-"))
             near = (did_you_mean(name, self._option_string_actions) for name in options)
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            from xformer.choices import did_you_mean
+            from xformer.base.choices import did_you_mean
 
             known = tuple(action.choices)
             near = did_you_mean(value, known) or self._taken_by(value)

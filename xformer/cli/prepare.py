@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 
+from xformer.base.printing import size
 from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.cli.progress import progress
-from xformer.showing import size
 from xformer.training import Corpus, named_vocabulary, prepare
 
 

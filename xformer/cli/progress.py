@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from xformer.showing import size
+from xformer.base.printing import size
 from xformer.training.texts import Progress
 
 PATIENCE = 2.0  # seconds before anything is shown

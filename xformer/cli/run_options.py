@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xformer import backends
-from xformer.choices import near_path
+from xformer.base.choices import near_path
 from xformer.cli.paths import nonempty
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.config import Config

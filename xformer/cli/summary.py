@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from xformer import pretrained
+from xformer.base.printing import scaled, size
 from xformer.cli.models import is_own
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.dispatch.shapes import FLOATING
+from xformer.inspection.measure import blocks_of
+from xformer.inspection.summary import Part, Summary, context, summary
 from xformer.layers import BlockConfig, ExpertsConfig
-from xformer.measure import blocks_of
 from xformer.models import EncoderDecoder
 from xformer.pretrained import files
-from xformer.showing import scaled, size
-from xformer.summary import Part, Summary, context, summary
 from xformer.training import checkpoint
 
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes a number

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from xformer import backends
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
 from xformer.cli.models import LoadedModel, enable_float64, opened, start_id
 from xformer.cli.parser import Parser
 from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
@@ -24,10 +24,10 @@ from xformer.dispatch import reference_only
 from xformer.dispatch.checks import require_sizes
 from xformer.generation import Bytes
 from xformer.generation.prefix import backend_of_params
-from xformer.measure import blocks_of
+from xformer.inspection.measure import blocks_of
+from xformer.inspection.trace import WIDTH, trace
 from xformer.models import GPT, Classifier, Discriminator, EncoderDecoder, TokenClassifier
 from xformer.ops import RandomKey
-from xformer.trace import WIDTH, trace
 
 TEXT = "to be, or not to be"
 ABOUT = (

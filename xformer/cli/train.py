@@ -16,23 +16,23 @@ from typing import Any
 
 from tqdm import tqdm
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.printing import size
 from xformer.cli import config_file, train_from, train_options
 from xformer.cli.generate import write
 from xformer.cli.models import kernels_of, opened
+from xformer.cli.multiprocess import description, optimiser_of, together
 from xformer.cli.parser import Parser
 from xformer.cli.progress import EVERY, WIDTH, Bar
 from xformer.cli.run_options import ABOUT_ENDS, command_of, how_to_resume
-from xformer.cli.together import description, optimiser_of, together
 from xformer.cli.train_job import Job, job_of
+from xformer.distributed.world import World
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
 from xformer.initializers import fixup
-from xformer.showing import size
 from xformer.training import Run, State, Step, dashboard, evaluate, interruptible, start, train
 from xformer.training.loop import is_stale, require_shares
 from xformer.training.run import checkpoints, is_free, require_alike
-from xformer.world import World
 
 # Of textwrap. Paths stay whole.
 WRAPPED: Any = {

@@ -16,9 +16,9 @@ from xformer.cli.summary import inspected
 from xformer.finetune.base import LONGEST
 from xformer.finetune.saving import TOKENIZER, copy_beside
 from xformer.generation.vocabulary import VOCABULARY
+from xformer.inspection.summary import context
 from xformer.models import GPT, LanguageModel, LMHead
 from xformer.pretrained.tokenizer import tokenizer
-from xformer.summary import context
 from xformer.training import Subwords, Vocabulary, load_vocabulary
 from xformer.training.run import RUN, is_begun, read_run
 

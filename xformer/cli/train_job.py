@@ -14,8 +14,8 @@ from xformer.cli.models import enable_float64
 from xformer.cli.progress import each, progress
 from xformer.cli.train_options import config_of
 from xformer.dispatch.checks import require_memory
-from xformer.launcher import launched
-from xformer.measure import blocks_of
+from xformer.distributed.launcher import launched
+from xformer.inspection.measure import blocks_of
 from xformer.models import GPT
 from xformer.models.precision import require_reducible
 from xformer.pretrained.matching import shapes_of

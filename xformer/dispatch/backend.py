@@ -10,11 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.typing import Array
 from xformer.dispatch.checks import require_sizes
 from xformer.dispatch.shapes import STORED, working_dtype
 from xformer.dispatch.subclasses import refusal
-from xformer.typing import Array
 
 INSTALL_CUDA = (
     "pip install 'xformer-array[cuda13]', or for CUDA 12: pip install 'xformer-array[cuda12]'"

@@ -8,6 +8,9 @@ import os
 from numbers import Real
 from typing import Any
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import size
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.shapes import (
     dtype_name,
@@ -16,9 +19,6 @@ from xformer.dispatch.shapes import (
     require_same_device,
     require_same_library,
 )
-from xformer.namespace import array_namespace
-from xformer.showing import size
-from xformer.typing import Array
 
 MAX_LAYERS = 10_000
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from xformer.choices import require_one_of
-from xformer.showing import short
+from xformer.base.choices import require_one_of
+from xformer.base.printing import short
 
 Observer = Callable[..., Callable[..., Any]]  # (op, its implementation) -> what runs instead
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
-from xformer.choices import did_you_mean
+from xformer.base.choices import did_you_mean
 from xformer.dispatch.contexts import (
     CHOSEN,
     INFERENCE,

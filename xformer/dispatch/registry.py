@@ -6,11 +6,11 @@ import importlib
 import sys
 from types import ModuleType
 
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.typing import Array
 from xformer.dispatch.backend import INSTALL_CUDA, Backend, Unusable
 from xformer.dispatch.contexts import chosen_kernels
 from xformer.dispatch.libraries import library_of, package_of, plugins
-from xformer.typing import Array
 
 NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict", "numba", "mkl")
 ON_NUMPY = ("numba", "mkl")  # further kernels for NumPy arrays, chosen by `xformer.kernels`

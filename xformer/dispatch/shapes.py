@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 from array_api_compat import is_array_api_obj
 
+from xformer.base.namespace import array_namespace
 from xformer.dispatch import Overridable, Refused, library_of, refusal
-from xformer.namespace import array_namespace
 
 FLOATING = ("float32", "float64")
 STORED = ("bfloat16", "float16")  # kernels may read and write them; arithmetic is in float32

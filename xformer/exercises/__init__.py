@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from xformer.choices import did_you_mean
+from xformer.base.choices import did_you_mean
 from xformer.exercises import lecture1, lecture2, lecture3, lecture4, lecture5, lecture6
 from xformer.exercises.exercise import Exercise, Mistake
 from xformer.exercises.findings import Finding, Grade

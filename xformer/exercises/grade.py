@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import is_array_api_obj
 
-from xformer import backends, dispatch, tree
+from xformer import backends, dispatch
 from xformer.backends import Backend
+from xformer.base import tree
 from xformer.exercises.exercise import Exercise
 from xformer.exercises.findings import Finding, Grade
 from xformer.exercises.hints import distance, hints_of

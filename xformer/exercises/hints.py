@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer import tree
+from xformer.base import tree
 from xformer.exercises.exercise import Exercise, Mistake
 
 SAME = 1e-6  # arrays with a relative difference up to this come from the same formula

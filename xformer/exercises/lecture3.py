@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import layers, ops
+from xformer.base.printing import short
 from xformer.exercises.exercise import Exercise, Formula, Mistake, normal, softmax, total
-from xformer.showing import short
 
 UNSCALED = "the factor K^-1/2 is missing in dq and dk: scores = q k^T K^-1/2"
 TRANSPOSED = "dq = dscores k K^-1/2, not dscores k^T: its shapes fit only if T, S and K are equal"

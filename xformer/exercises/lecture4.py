@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import layers, ops
+from xformer.base.printing import short
 from xformer.exercises.exercise import Exercise, Mistake, mean, normal, rows
-from xformer.showing import short
 
 BY_KEYS = (
     "dy is masked, by an array that happens to have its shape, before w2^T: "

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer import GPT, ops, tree
+from xformer import GPT, ops
+from xformer.base import tree
 from xformer.exercises.exercise import Exercise, Mistake, normal, rows, softmax
 from xformer.generation import samplers
 

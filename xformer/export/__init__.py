@@ -8,7 +8,7 @@ It needs the extra `onnx`. A page with all that is exported: docs/onnx.md.
 
 from typing import TYPE_CHECKING
 
-from xformer.later import later
+from xformer.base.lazy import later
 
 if TYPE_CHECKING:
     from xformer.arrays.onnx import NotExported

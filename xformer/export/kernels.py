@@ -11,6 +11,7 @@ from typing import Any
 from xformer import ops
 from xformer.arrays import onnx_functions
 from xformer.arrays.onnx import NotExported, Size
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import in_range, require_ids
 from xformer.layers import positions, relative
@@ -18,7 +19,6 @@ from xformer.layers.constant import constant
 from xformer.layers.rope_tables import cos_sin
 from xformer.ops.erf import ErfCache
 from xformer.ops.index_add import IndexAddCache
-from xformer.typing import Array
 
 MOST_ROWS = 1 << 16  # of a table of positions
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from xformer import backends, tree
+from xformer import backends
 from xformer.arrays.onnx import Array, NotExported
+from xformer.base import tree
 from xformer.dispatch import inference
 from xformer.dispatch.checks import require_sizes
 from xformer.dispatch.shapes import FLOATING, dtype_name, require_array

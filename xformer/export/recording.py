@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.arrays.onnx import Array, Graph, NotExported
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
 from xformer.dispatch.checks import require_sizes
 
 

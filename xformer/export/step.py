@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from xformer import optim, tree
+from xformer import optim
 from xformer.arrays.onnx import Array
-from xformer.choices import require_one_of
+from xformer.base import tree
+from xformer.base.choices import require_one_of
 from xformer.export.model import data_inputs, host, largest, named, require_model
 from xformer.export.recording import Input, recorded
 from xformer.export.writing import Exported, require_onnx, require_path, write

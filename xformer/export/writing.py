@@ -13,7 +13,7 @@ import safetensors
 
 import xformer
 from xformer.arrays.onnx import Array, Graph, Node, NotExported, Size
-from xformer.files import file_layout, replacing, write_arrays
+from xformer.base.files import file_layout, replacing, write_arrays
 
 # Opset 17, because tools of ONNX Runtime cannot infer the shape of opset 18's ReduceMax. Operations
 # on bits, for a dropout mask, need opset 18. ONNX Runtime reads both since 1.14.

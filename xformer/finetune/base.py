@@ -10,13 +10,13 @@ import numpy as np
 
 from xformer import backends, ops
 from xformer.backends import Backend
+from xformer.base.typing import Array
 from xformer.dispatch.checks import plain_numbers, whole
 from xformer.generation.text import end_of
 from xformer.models import EncoderDecoder
-from xformer.models.in_words import in_words
+from xformer.models.describe import in_words
 from xformer.training.batch import IGNORED, Batch, padded
 from xformer.training.loss import ArrayLoss
-from xformer.typing import Array
 
 LONGEST = 512  # the default of max_len, in tokens
 

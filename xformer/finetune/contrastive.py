@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.namespace import array_namespace
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
+from xformer.dispatch.grad_callback import Ready
 from xformer.ops._loss import one
-from xformer.ready import Ready
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def contrastive_loss(

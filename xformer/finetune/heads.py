@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from xformer import backends, pretrained, tree
-from xformer.choices import require_one_of
+from xformer import backends, pretrained
+from xformer.base import tree
+from xformer.base.choices import require_one_of
+from xformer.base.namespace import array_namespace
+from xformer.base.tree import value
 from xformer.finetune.data import LABEL, Record
 from xformer.initializers import normal
 from xformer.models import Classifier, LanguageModel, Pooler, TokenClassifier
-from xformer.namespace import array_namespace
 from xformer.pretrained.families import FAMILIES
 from xformer.pretrained.loading import links_of
-from xformer.tree import value
 
 MAX_LABELS = 10_000
 

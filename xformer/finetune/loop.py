@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xformer import backends, training, tree
+from xformer import backends, training
 from xformer.backends import Backend
+from xformer.base import tree
+from xformer.distributed.world import World
 from xformer.finetune import lora
 from xformer.finetune.base import Example, Task, TaskLoss
 from xformer.finetune.measures import measure
@@ -19,7 +21,6 @@ from xformer.optim import Optimiser
 from xformer.sentences.settings import settings_files
 from xformer.training import Batch, Rows, Run, State, Step, TrainConfig
 from xformer.training.state import digest
-from xformer.world import World
 
 
 def train(

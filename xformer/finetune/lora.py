@@ -16,13 +16,14 @@ from typing import Any
 
 from array_api_compat import device, to_device
 
-from xformer import backends, tree
+from xformer import backends
 from xformer.backends import Generator
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.tree import Constant, value
+from xformer.base.typing import Array
 from xformer.dispatch.checks import number, require_sizes
 from xformer.layers import LinearParams, LoRAParams
-from xformer.namespace import array_namespace
-from xformer.tree import Constant, value
-from xformer.typing import Array
 
 # The maps of queries and values, as in the paper. A latent attention (DeepSeek) has them above its
 # latent vectors, and a gated DeltaNet (Qwen3.5) has one map for both. A model has some of them.

@@ -10,6 +10,7 @@ import numpy as np
 
 from xformer import backends
 from xformer.backends import Backend
+from xformer.base.typing import Array
 from xformer.compiling import Forward
 from xformer.finetune.base import Example, Task, on
 from xformer.finetune.pairs import Classify
@@ -17,7 +18,6 @@ from xformer.finetune.tagging import TagWords
 from xformer.sentences import labels
 from xformer.training.batch import IGNORED
 from xformer.training.rows import Rows
-from xformer.typing import Array
 
 KEPT = 8  # models whose programs are kept
 

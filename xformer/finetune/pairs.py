@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from xformer import ops
+from xformer.base.typing import Array
 from xformer.finetune.base import Example, Task, require
 from xformer.finetune.contrastive import contrastive_loss
 from xformer.finetune.heads import is_classifier
@@ -19,7 +20,6 @@ from xformer.sentences.batches import require_room
 from xformer.sentences.classify import KINDS
 from xformer.sentences.embed import n_tokens_of_prompt, pooling_of
 from xformer.training.batch import IGNORED, Batch, padded
-from xformer.typing import Array
 
 
 class Classify(Task):

@@ -15,7 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from xformer import backends, tree
+from xformer import backends
+from xformer.base import tree
+from xformer.base.tree import value
+from xformer.base.typing import Array
 from xformer.finetune.lora import adapters, with_adapter
 from xformer.finetune.modules import Adapter, joined, maps, modules, split
 from xformer.finetune.peft_config import CONFIG, Scales, written
@@ -27,8 +30,6 @@ from xformer.pretrained.files import write
 from xformer.pretrained.foreign import PICKLE, converting
 from xformer.pretrained.mapped import Tensor, open_file
 from xformer.pretrained.reading import listed, read_json
-from xformer.tree import value
-from xformer.typing import Array
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"  # of older versions of PEFT

@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 from array_api_compat import device, to_device
 
-from xformer import backends, tree
-from xformer.namespace import array_namespace
+from xformer import backends
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.families import FAMILIES
 from xformer.pretrained.loading import host_of, links_of
 from xformer.pretrained.mapped import Tensor
 from xformer.pretrained.names import Link
 from xformer.pretrained.reading import listed
-from xformer.typing import Array
 
 
 def replaced(model: Any, params: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:

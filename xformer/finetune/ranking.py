@@ -10,17 +10,17 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from xformer import ops
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch.checks import require_gradient
+from xformer.dispatch.grad_callback import Ready
 from xformer.finetune.base import Example, Task, require
 from xformer.finetune.data import SCORE
 from xformer.finetune.heads import is_classifier
 from xformer.finetune.pairs import pair_batch, pair_example
-from xformer.namespace import array_namespace
 from xformer.ops._loss import one
-from xformer.ready import Ready
-from xformer.showing import short
 from xformer.training.batch import Batch
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer import pretrained
-from xformer.files import PART, replacing
+from xformer.base.files import PART, replacing
 from xformer.finetune import peft
 from xformer.finetune.lora import adapters, merge
 from xformer.models import Classifier

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer import pretrained
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
 from xformer.finetune.base import LONGEST, Example, Task, context_of
 from xformer.finetune.data import LABEL, SCORE, Record, first_fields
 from xformer.finetune.language import Causal, Completion, Masked

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from xformer import tree
 from xformer.backends import Backend
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.compiling import bucket
 from xformer.generation.prefix import PrefilledPrompt, backend_of_params
 from xformer.generation.samplers import Ids
@@ -19,9 +21,7 @@ from xformer.layers.recurrent_state import is_recurrent
 from xformer.layers.rope_by_layer import max_unscaled_len
 from xformer.models import EncoderDecoder
 from xformer.models.encoder_decoder import EncoderDecoderState
-from xformer.namespace import array_namespace
 from xformer.ops.greedy import greedy
-from xformer.typing import Array
 
 LEAST = 256  # least slots of a KV cache, so that most texts use the same program
 # Most bytes of weights, keys and values that one call reads, by `Backend.graphs`. That is about

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.checks import require_sizes
 from xformer.generation.samplers import Filter, Ids, compose, temperature
 from xformer.generation.settings import Settings
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 Row = Sequence[int]
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from xformer.backends import Backend
+from xformer.base.typing import Array
 from xformer.compiling import records
 from xformer.dispatch.checks import require_sizes
 from xformer.generation import samplers
@@ -25,7 +26,6 @@ from xformer.generation.prefix import (
 from xformer.generation.samplers import Filter, Ids, draw, require_filter, require_finite
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.ops.greedy import greedy
-from xformer.typing import Array
 
 
 def generate(

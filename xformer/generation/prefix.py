@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import device
 
-from xformer import backends, tree
+from xformer import backends
 from xformer.backends import Backend
+from xformer.base import tree
+from xformer.base.typing import Array
 from xformer.dispatch.checks import require_id, require_ids, require_sizes, whole
 from xformer.dispatch.subclasses import refusal
 from xformer.generation.prompts import encode_by_program, read_by_program
@@ -18,8 +20,7 @@ from xformer.generation.samplers import Ids
 from xformer.generation.token_ids import start_of
 from xformer.layers.recurrent_state import is_recurrent
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
-from xformer.models.in_words import in_words
-from xformer.typing import Array
+from xformer.models.describe import in_words
 
 COLUMNS = 64  # on libraries that compile for every shape, a state's length is a multiple of this
 

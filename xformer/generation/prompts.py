@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.compiling import Forward, bucket, records
 from xformer.layers.attention import KeyValue
 from xformer.layers.kv_cache import KVCache
@@ -12,8 +14,6 @@ from xformer.layers.rope_by_layer import max_unscaled_len
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.models.encoder_decoder import EncoderDecoderState
 from xformer.models.state import DecodeState
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 KEPT = 8  # models whose programs are kept
 

@@ -19,9 +19,9 @@ import numpy as np
 from array_api_compat import device
 
 from xformer import ops
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.checks import as_indices, number, require_sizes
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 Ids = Sequence[Sequence[int]]  # of each text
 Filter = Callable[[Array, Ids], Array]

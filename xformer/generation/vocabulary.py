@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from xformer.base.files import replacing
 from xformer.dispatch.checks import require_text
-from xformer.files import replacing
 
 VOCABULARY, FORMAT = "vocabulary.json", "xformer-vocabulary-1"
 SHOWN = 10  # most unknown characters in an error message

@@ -6,7 +6,7 @@
 
 from typing import TYPE_CHECKING
 
-from xformer.later import later
+from xformer.base.lazy import later
 
 if TYPE_CHECKING:
     from xformer.layers.attention import (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xformer import layers
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.layers.block import BlockConfig
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.stack import StackParams, stack
-from xformer.typing import Array
 
 
 @overridable(backward=False)

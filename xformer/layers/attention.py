@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xformer import layers, ops
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.tree import Frozen, value
+from xformer.base.typing import Array
 from xformer.dispatch.checks import require_sizes
 from xformer.dispatch.shapes import require_array, require_like
 from xformer.layers.kv_cache import KVCache, append
@@ -13,11 +17,7 @@ from xformer.layers.linear import BiasParams, LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.positions import distances
 from xformer.layers.protocol import Context, SideInputs, rate, require_no
-from xformer.namespace import array_namespace
 from xformer.ops.sum_to import sum_to
-from xformer.showing import short
-from xformer.tree import Frozen, value
-from xformer.typing import Array
 
 
 @short

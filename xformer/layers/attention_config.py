@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import number, plain_numbers, require_cap, require_sizes
 from xformer.initializers import Draw, xavier_uniform
@@ -20,7 +21,6 @@ from xformer.layers.linear import BiasParams, LinearParams
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.protocol import Context, SideInputs
 from xformer.ops._attention import window_of
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xformer import layers
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import finite, number, plain_numbers
 from xformer.initializers import Draw, xavier_uniform
@@ -27,8 +29,6 @@ from xformer.layers.residual import (
     residuals,
     summed,
 )
-from xformer.showing import short
-from xformer.typing import Array
 
 NORMS = ("pre", "post", "sandwich", "output", "none")
 NO_CROSS = "block: cross-attention needs an AttentionConfig"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import BlockConfig, BlockParams, block_terms
@@ -12,7 +13,6 @@ from xformer.layers.blocks_cache import BlocksCache, order_of
 from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.residual import summed
 from xformer.layers.rope_by_layer import of_layers
-from xformer.typing import Array
 
 if TYPE_CHECKING:
     from xformer.layers.reversible import ReversibleCache

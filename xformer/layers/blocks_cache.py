@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.printing import short
+from xformer.base.typing import Array
+from xformer.dispatch.grad_callback import Ready, report
 from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.protocol import SideInputs
-from xformer.ready import Ready, report
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @short

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import again, current_contexts, is_inference
 from xformer.layers.block import BlockConfig, BlockParams, block, block_terms
 from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.residual import Terms, summed
 from xformer.ops.barrier import barrier
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def checkpointed(

@@ -7,9 +7,9 @@ from typing import Any
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 
 @overridable(backward=False)

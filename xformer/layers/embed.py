@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 from array_api_compat import device
 
 from xformer import ops
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.tree import Frozen, value
+from xformer.base.typing import Array
 from xformer.dispatch import saved
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import (
@@ -23,11 +27,7 @@ from xformer.initializers import Draw, normal
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.positions import sinusoidal
-from xformer.namespace import array_namespace
 from xformer.ops.sum_to import sum_to
-from xformer.showing import short
-from xformer.tree import Frozen, value
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

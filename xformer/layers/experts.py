@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 from array_api_compat import device
 
 from xformer import ops
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.tree import Frozen, value
+from xformer.base.typing import Array
 from xformer.dispatch import saved
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import number, plain_numbers, require_gradient, require_sizes
@@ -20,11 +24,7 @@ from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig
 from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.router import route
-from xformer.namespace import array_namespace
 from xformer.ops.activation import gated_unit, require_activation
-from xformer.showing import short
-from xformer.tree import Frozen, value
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

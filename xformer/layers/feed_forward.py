@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xformer import ops, tree
+from xformer import ops
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import again, current_contexts, overridable, saved
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import number, plain_numbers, require_gradient, require_sizes
@@ -14,11 +18,8 @@ from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig
 from xformer.layers.protocol import Context, SideInputs, rate
-from xformer.namespace import array_namespace
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.ops.barrier import barrier
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

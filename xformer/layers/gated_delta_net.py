@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from xformer import ops
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.tree import Frozen, value
+from xformer.base.typing import Array
 from xformer.dispatch import is_inference
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import number, plain_numbers, require_mask, require_sizes
@@ -16,11 +20,7 @@ from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.protocol import Context, SideInputs, require_no
 from xformer.layers.recurrent_state import RecurrentState
-from xformer.namespace import array_namespace
 from xformer.ops.causal_conv import joined
-from xformer.showing import short
-from xformer.tree import Frozen, value
-from xformer.typing import Array
 
 QK_EPS = 1e-6  # of the lengths of queries and keys
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_sizes
-from xformer.namespace import array_namespace
 from xformer.ops._pointwise import clip
-from xformer.showing import short
-from xformer.typing import Array
 
 Window = tuple[int | None, int | None]
 

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from xformer import layers, ops
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.tree import value
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import number, plain_numbers, require_sizes
 from xformer.initializers import Draw, xavier_uniform
@@ -14,10 +18,6 @@ from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.protocol import Context, SideInputs, rate, require_no
-from xformer.namespace import array_namespace
-from xformer.showing import short
-from xformer.tree import value
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

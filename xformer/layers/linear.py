@@ -7,15 +7,15 @@ import operator
 from typing import Any, NamedTuple
 
 from xformer import ops
+from xformer.base.printing import short
+from xformer.base.tree import Constant, Frozen, value
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import require_gradient, require_shape
 from xformer.dispatch.shapes import require_like
 from xformer.initializers import Draw
 from xformer.ops.sum_to import sum_to
-from xformer.showing import short
-from xformer.tree import Constant, Frozen, value
-from xformer.typing import Array
 
 
 @short

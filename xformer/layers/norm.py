@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xformer import ops
+from xformer.base.printing import short
+from xformer.base.tree import Frozen, value
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import number, plain_numbers, require_gradient
-from xformer.showing import short
-from xformer.tree import Frozen, value
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import saved
 from xformer.dispatch.checks import require_gradient, require_mask, require_sizes, require_vectors
 from xformer.dispatch.shapes import STORED, dtype_name
-from xformer.namespace import array_namespace
-from xformer.showing import short
-from xformer.typing import Array
 
 POOLINGS = ("mean", "first", "last", "max", "sum", "mean_sqrt_len", "weighted_mean")
 

@@ -6,12 +6,12 @@ import functools
 import math
 from typing import Any
 
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.checks import require_sizes
 from xformer.dispatch.shapes import FLOATING, STORED, dtype_name, require_array
 from xformer.layers.constant import constant
-from xformer.namespace import array_namespace
 from xformer.ops._attention import aligned
-from xformer.typing import Array
 
 
 def sinusoidal(length: int, width: int, *, like: Array) -> Array:

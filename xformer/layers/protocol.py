@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from xformer import ops, tree
-from xformer.showing import short
-from xformer.typing import Array
+from xformer import ops
+from xformer.base import tree
+from xformer.base.printing import short
+from xformer.base.typing import Array
 
 SITES = 6  # dropout streams of a block
 

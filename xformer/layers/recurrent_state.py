@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import layers
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.layers.kv_cache import KVCache
-from xformer.namespace import array_namespace
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @short

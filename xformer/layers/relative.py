@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xformer import ops
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import plain_numbers, require_shape, require_sizes
 from xformer.initializers import Draw, normal
 from xformer.layers.constant import constant
-from xformer.namespace import array_namespace
 from xformer.ops._attention import aligned
 from xformer.ops._pointwise import clip
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.printing import short
+from xformer.base.tree import Frozen, value
+from xformer.base.typing import Array
 from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
-from xformer.showing import short
-from xformer.tree import Frozen, value
-from xformer.typing import Array
 
 Sublayer = Callable[[Array], tuple[Array, Any]]
 Terms = tuple[Array, Array | None]  # of a sum that is computed later; None: there is one term

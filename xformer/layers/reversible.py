@@ -10,16 +10,16 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from xformer import ops
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import again, current_contexts, saved
+from xformer.dispatch.grad_callback import Ready
 from xformer.dispatch.shapes import STORED, dtype_name
 from xformer.layers.block import BlockConfig, BlockParams, block_gradients, branches_of
 from xformer.layers.blocks_cache import BlocksCache, add, order_of, report_block
 from xformer.layers.protocol import Context, SideInputs, rate
 from xformer.layers.residual import BranchCache, branched
 from xformer.ops.barrier import barrier
-from xformer.ready import Ready
-from xformer.showing import short
-from xformer.typing import Array
 
 _Branch = Callable[[Array], tuple[Array, BranchCache]]
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from xformer.base.typing import Array
 from xformer.layers.rope_config import RopeConfig
 from xformer.layers.rope_tables import RopeTables, rope_tables
-from xformer.typing import Array
 
 # Of a model: one for all layers, or for each layer one or None; None: no layer has RoPE.
 Rotary = RopeConfig | tuple[RopeConfig | None, ...] | None

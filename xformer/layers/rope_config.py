@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
 from xformer.dispatch.checks import number, plain_numbers, require_sizes
 
 # The parameters that a scaling needs, and those that are optional.

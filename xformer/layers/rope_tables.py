@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_integers, require_sizes
 from xformer.dispatch.shapes import FLOATING, STORED, dtype_name, require_array, working_dtype
 from xformer.layers.constant import constant
 from xformer.layers.rope_config import NEEDS, RopeConfig
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 Frequencies = tuple[tuple[float, ...], float]
 

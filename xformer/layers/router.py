@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from array_api_compat import device
 
 from xformer import ops
+from xformer.base.namespace import array_namespace, largest_first
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import saved
-from xformer.namespace import array_namespace, largest_first
-from xformer.showing import short
-from xformer.typing import Array
 
 if TYPE_CHECKING:
     from xformer.layers.experts import ExpertsConfig

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import saved
 from xformer.dispatch.checks import require_gradient
 from xformer.layers.pooling import pool
-from xformer.namespace import array_namespace
-from xformer.showing import short
-from xformer.typing import Array
 
 POOLINGS = ("max", "sum")
 SATURATIONS = ("log", "log_log")

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xformer import layers, ops
+from xformer.base.printing import short
+from xformer.base.tree import Frozen, value
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Generator
+from xformer.dispatch.grad_callback import Ready, report
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
 from xformer.layers.attention_config import AttentionConfig
 from xformer.layers.block import NO_CROSS, BlockConfig, BlockParams
 from xformer.layers.blocks import blocks
 from xformer.layers.blocks_cache import order_of
-from xformer.layers.fit import require_blocks
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.norm import NormParams, norm
 from xformer.layers.protocol import SITES, Context, SideInputs, rate
+from xformer.layers.validate import require_blocks
 from xformer.ops.sum_to import sum_to
-from xformer.ready import Ready, report
-from xformer.showing import short
-from xformer.tree import Frozen, value
-from xformer.typing import Array
 
 
 @short

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.checks import as_indices
 from xformer.layers.advance import advance
 from xformer.layers.kv_cache import require_rows
 from xformer.layers.protocol import Context, SideInputs
 from xformer.layers.rope_by_layer import frequency_length, max_unscaled_len, tables_of
 from xformer.models.state import DecodeState, appended_mask, position_ids
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 if TYPE_CHECKING:
     from xformer.models.language_model import LanguageModel, LanguageModelParams

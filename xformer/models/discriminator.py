@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from xformer import ops
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import plain_numbers
 from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.models.loss import cross_entropy_of
-from xformer.namespace import array_namespace
 from xformer.ops.activation import ACTIVATIONS, require_activation
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer import ops, tree
+from xformer import ops
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import inference, registry, saved
 from xformer.dispatch.backend import Backend, Generator
 from xformer.dispatch.checks import (
@@ -19,6 +23,7 @@ from xformer.dispatch.checks import (
     require_tokens,
     require_vectors,
 )
+from xformer.dispatch.grad_callback import Ready, below, report
 from xformer.dispatch.shapes import require_array
 from xformer.initializers import normal, xavier_uniform
 from xformer.layers.advance import advance
@@ -41,10 +46,6 @@ from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
 from xformer.models.state import DecodeState
 from xformer.models.usage import not_called, require_params
-from xformer.namespace import array_namespace
-from xformer.ready import Ready, below, report
-from xformer.showing import short
-from xformer.typing import Array
 
 Top = Callable[[Array, Any, Any], tuple[Array, Any]]  # (x, its parameters, table) -> (y, cache)
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from xformer import ops
+from xformer.base.typing import Array
 from xformer.dispatch import registry
 from xformer.dispatch.backend import Backend, Generator
 from xformer.dispatch.checks import plain_numbers, require_layers
@@ -24,7 +25,6 @@ from xformer.models.language_model import (
 from xformer.models.lm_head import LMHead
 from xformer.models.loss import LossCache
 from xformer.models.usage import not_called
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from xformer import ops
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import number, plain_numbers, require_sizes
 from xformer.initializers import Draw, normal
@@ -40,8 +42,6 @@ from xformer.models.lm_head import (
 )
 from xformer.models.loss import cross_entropy_of, linear_loss
 from xformer.ops.activation import ACTIVATIONS, require_activation
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

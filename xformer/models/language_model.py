@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer import layers, models, ops, tree
+from xformer import layers, models, ops
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import inference, registry, saved
 from xformer.dispatch.backend import Backend, Generator
 from xformer.dispatch.checks import (
@@ -20,6 +24,7 @@ from xformer.dispatch.checks import (
     require_tokens,
     require_vectors,
 )
+from xformer.dispatch.grad_callback import Ready, below, report
 from xformer.dispatch.shapes import require_array
 from xformer.initializers import normal
 from xformer.layers.block import BlockConfig
@@ -50,11 +55,7 @@ from xformer.models.router_loss import RouterLossCache, router_loss
 from xformer.models.segment_memory import SegmentMemory
 from xformer.models.state import DecodeState, position_ids, require_padding_mask
 from xformer.models.usage import not_called, require_params
-from xformer.namespace import array_namespace
 from xformer.ops._loss import one
-from xformer.ready import Ready, below, report
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

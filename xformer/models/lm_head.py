@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from xformer import ops, tree
+from xformer import ops
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch.backend import Generator
 from xformer.dispatch.checks import number, plain_numbers, require_cap
 from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.models.loss import cross_entropy_of, linear_loss
-from xformer.namespace import array_namespace
-from xformer.showing import short
-from xformer.typing import Array
 
 Top = Callable[[Array, Any], tuple[Array, Any]]  # (x, LinearParams) -> (y, cache)
 

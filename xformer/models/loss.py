@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, Generic, NamedTuple
 
 from xformer import ops
+from xformer.base.printing import short
+from xformer.base.tree import Frozen, value
+from xformer.base.typing import Array, Tree
+from xformer.dispatch.grad_callback import Ready
 from xformer.layers.linear import LinearCache, LinearParams, LoRAParams, linear
 from xformer.ops._loss import one
-from xformer.ready import Ready
-from xformer.showing import short
-from xformer.tree import Frozen, value
-from xformer.typing import Array, Tree
 
 
 def cross_entropy_of(

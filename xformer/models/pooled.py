@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.printing import short
+from xformer.base.typing import Array
+from xformer.dispatch.grad_callback import Ready, report
 from xformer.layers.pooling import POOLINGS, pool, pooling_names
 from xformer.models.lm_head import zeros_of
-from xformer.ready import Ready, report
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def require_pooling(pooling: str | tuple[str, ...], head: Any) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xformer import ops
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import saved
 from xformer.layers.block import BlockConfig
-from xformer.namespace import array_namespace
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def router_loss(

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from array_api_compat import device
 
-from xformer.namespace import array_namespace
-from xformer.showing import short
-from xformer.typing import Array
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 
 
 @short

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch.checks import as_indices, require_mask
 from xformer.layers.kv_cache import KVCache, write_indices
-from xformer.namespace import array_namespace
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @short

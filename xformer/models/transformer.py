@@ -9,6 +9,8 @@ from typing import Any
 from array_api_compat import device
 
 from xformer import ops
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch import inference, registry
 from xformer.dispatch.backend import Backend, Generator
 from xformer.dispatch.checks import (
@@ -32,8 +34,6 @@ from xformer.models.encoder_decoder import (
 from xformer.models.lm_head import LMHead
 from xformer.models.loss import LossCache
 from xformer.models.usage import not_called
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from xformer.later import later
+from xformer.base.lazy import later
 
 if TYPE_CHECKING:
     from xformer.ops.additive_attention import additive_attention

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.checks import finite, require_cap, require_mask, whole
-from xformer.namespace import array_namespace
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey
-from xformer.typing import Array
 
 Window = tuple[int | None, int | None]
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.checks import finite, number, whole
 from xformer.dispatch.shapes import working_dtype
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 
 class LossOptions(NamedTuple):

@@ -6,8 +6,8 @@ device, once for each bound, and a step that calls them cannot be captured in a 
 
 from __future__ import annotations
 
-from xformer.namespace import array_namespace
-from xformer.typing import Array
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 
 
 def clip(x: Array, low: float, high: float) -> Array:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import saved
 from xformer.dispatch.checks import require_gradient
-from xformer.showing import short
-from xformer.typing import Array
 
 Activation = Callable[[Array], tuple[Array, Any]]
 Formula = Callable[[Array], Array]

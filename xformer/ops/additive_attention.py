@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import shapes
-from xformer.namespace import array_namespace
 from xformer.ops._attention import fold, forbid, require_heads, softmax_or_zero, unfold
-from xformer.showing import short
-from xformer.typing import Array
 
 # Elements of `hidden` in a block of queries, 256 KB in float32. A block has at least one query.
 BLOCK = 2**16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.ops.random_bits import RandomKey
-from xformer.typing import Array
 
 
 @overridable(backward=False)

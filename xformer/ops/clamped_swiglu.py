@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_cap, require_gradient
 from xformer.dispatch.shapes import shapes
-from xformer.namespace import array_namespace
 from xformer.ops._pointwise import clip
 from xformer.ops.quick_gelu import quick_gelu
-from xformer.showing import short
-from xformer.typing import Array
 
 LIMIT = 7.0  # of gpt-oss
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import (
     require_axis,
@@ -15,10 +18,7 @@ from xformer.dispatch.checks import (
     whole,
 )
 from xformer.dispatch.shapes import shapes
-from xformer.namespace import array_namespace
 from xformer.ops._loss import loss_options, one
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @overridable

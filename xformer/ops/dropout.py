@@ -7,13 +7,13 @@ from typing import NamedTuple, cast
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import number, require_shape
 from xformer.dispatch.shapes import shapes
-from xformer.namespace import array_namespace
 from xformer.ops.random_bits import RandomKey, random_bits, require_key
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @overridable

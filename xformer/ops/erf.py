@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import shapes
-from xformer.namespace import array_namespace
 from xformer.ops._pointwise import clip
-from xformer.showing import short
-from xformer.typing import Array
 
 # erf(x) = x P(x^2) for |x| < 1, and 1 - erf(x) = exp(-x^2) Q((x - 3) / (x + 3)) / (x + 3) for
 # 1 <= x <= 7. Interpolated at Chebyshev nodes with 60 digits; the error is 2e-16.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_axis, require_gradient, require_ids
 from xformer.dispatch.shapes import shapes
-from xformer.namespace import array_namespace
 from xformer.ops.activation import gated_unit
-from xformer.showing import short
-from xformer.typing import Array
 
 # Of one expert: gate (D, F), up (D, F), down (F, D), and their biases (F), (F), (D) or None.
 Weights = tuple[Any, ...]

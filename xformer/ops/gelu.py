@@ -6,14 +6,14 @@ import math
 from typing import NamedTuple
 
 from xformer import ops
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import shapes
-from xformer.namespace import array_namespace
 from xformer.ops._pointwise import clip
 from xformer.ops.sigmoid import stable_sigmoid
-from xformer.showing import short
-from xformer.typing import Array
 
 CUBIC = 0.044715
 SCALE = math.sqrt(2 / math.pi)

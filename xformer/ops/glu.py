@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import shapes
 from xformer.ops.activation import ACTIVATIONS, require_activation
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @overridable

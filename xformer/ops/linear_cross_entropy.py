@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.shapes import shapes
 from xformer.ops.cross_entropy import cross_entropy
 from xformer.ops.linear import linear
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @overridable(composite=True)

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_axis, require_gradient, require_ids
 from xformer.dispatch.shapes import require_array, require_same_device, require_same_library, shapes
-from xformer.namespace import array_namespace
 from xformer.ops._loss import one
 from xformer.ops.index_add import index_add
 from xformer.ops.softmax import softmax
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @overridable

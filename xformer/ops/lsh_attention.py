@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_gradient, require_sizes
 from xformer.dispatch.shapes import shapes
-from xformer.namespace import array_namespace
 from xformer.ops.l2_normalize import l2_normalize
 from xformer.ops.random_bits import RandomKey, random_bits, require_key
-from xformer.showing import short
-from xformer.typing import Array
 
 SELF = -1e5  # the score of a token for itself: it counts only if there is no other key
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from array_api_compat import device, is_array_api_obj
 
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_in_range, require_integers, require_sizes
 from xformer.dispatch.shapes import require_array
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import shapes
-from xformer.namespace import array_namespace
 from xformer.ops._attention import (
     fold,
     forbid,
@@ -18,8 +20,6 @@ from xformer.ops._attention import (
 from xformer.ops.dropout import DropoutCache, dropout
 from xformer.ops.random_bits import RandomKey
 from xformer.ops.sum_to import sum_to
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @overridable

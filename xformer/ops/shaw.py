@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from array_api_compat import device
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import shapes
-from xformer.namespace import array_namespace
 from xformer.ops._attention import (
     aligned,
     fold,
@@ -23,8 +25,6 @@ from xformer.ops._attention import (
 from xformer.ops._pointwise import clip
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import RandomKey
-from xformer.showing import short
-from xformer.typing import Array
 
 
 @overridable

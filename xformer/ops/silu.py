@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.shapes import shapes
-from xformer.namespace import array_namespace
 from xformer.ops._pointwise import clip
 from xformer.ops.sigmoid import stable_sigmoid
-from xformer.showing import short
-from xformer.typing import Array
 
 FAR = 1000.0  # sigmoid(-FAR) is 0 and sigmoid(FAR) is 1, to rounding
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch import overridable
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 
 @overridable(backward=False)

@@ -10,11 +10,11 @@ from typing import Any
 
 from array_api_compat import is_array_api_obj
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.checks import finite, number, require_gradient
 from xformer.dispatch.shapes import alike, require_array
-from xformer.namespace import array_namespace
-from xformer.typing import Array
 
 
 def require_matching(op: str, params: Any, other: Any, what: str = "the gradient") -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xformer import tree
-from xformer.namespace import array_namespace
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.pairwise_sum import PairwiseSum
+from xformer.base.typing import Array, Tree
 from xformer.optim._checks import in_dtype
-from xformer.pairwise import PairwiseSum
-from xformer.typing import Array, Tree
 
 
 def accumulate(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array, Tree
 from xformer.dispatch.checks import finite, number
-from xformer.namespace import array_namespace
 from xformer.optim._checks import (
     in_dtype,
     learning_rate,
@@ -14,8 +16,6 @@ from xformer.optim._checks import (
     require_matching,
     require_state,
 )
-from xformer.showing import short
-from xformer.typing import Array, Tree
 
 
 @short

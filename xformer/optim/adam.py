@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array, Tree
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import finite, number
-from xformer.namespace import array_namespace
 from xformer.optim._checks import (
     all_distinct,
     in_dtype,
@@ -20,8 +22,6 @@ from xformer.optim._checks import (
     two_betas,
     zeros,
 )
-from xformer.showing import short
-from xformer.typing import Array, Tree
 
 
 @short

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array, Tree
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import number
-from xformer.namespace import array_namespace
 from xformer.optim._checks import all_distinct, in_dtype, rebuilt, require_arrays
-from xformer.typing import Array, Tree
 
 
 def clip_by_global_norm(

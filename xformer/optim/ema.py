@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xformer.base.typing import Array, Tree
 from xformer.dispatch import overridable
 from xformer.dispatch.checks import number
 from xformer.optim._checks import all_distinct, rebuilt, side_by_side
-from xformer.typing import Array, Tree
 
 
 def ema(average: Tree, params: Tree, *, decay: float, donate: bool = False) -> Tree:

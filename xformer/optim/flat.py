@@ -8,11 +8,11 @@ from typing import Any
 
 from array_api_compat import device
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.checks import require_gradient
-from xformer.namespace import array_namespace
 from xformer.optim._checks import require_arrays
-from xformer.typing import Array
 
 ALIGNED = 16  # elements: each leaf starts at a multiple of it, for vectorised access
 

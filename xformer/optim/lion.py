@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.printing import short
+from xformer.base.typing import Array, Tree
 from xformer.dispatch.checks import finite
 from xformer.ops._pointwise import sign
 from xformer.optim._checks import (
@@ -15,8 +17,6 @@ from xformer.optim._checks import (
     two_betas,
     zeros,
 )
-from xformer.showing import short
-from xformer.typing import Array, Tree
 
 
 @short

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch.checks import number, require_sizes
-from xformer.namespace import array_namespace
 from xformer.optim._checks import require_arrays
-from xformer.typing import Array
 
 SMALLEST = 2.0**-126  # the smallest normal number of float32
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array, Tree
 from xformer.dispatch.checks import finite, number, require_sizes
-from xformer.namespace import array_namespace
 from xformer.optim._checks import (
     in_dtype,
     learning_rate,
@@ -14,8 +16,6 @@ from xformer.optim._checks import (
     require_state,
     zeros,
 )
-from xformer.showing import short
-from xformer.typing import Array, Tree
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # steep at 0; values near 1 stay in about [0.7, 1.2]
 

@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
-from xformer import tree
-from xformer.choices import require_one_of
+from xformer.base import tree
+from xformer.base.choices import require_one_of
+from xformer.base.typing import Array
 from xformer.dispatch.checks import number, plain_numbers, require_sizes
 from xformer.optim._checks import learning_rate, matching, rebuilt
 from xformer.optim.adafactor import adafactor, adafactor_init
@@ -17,7 +18,6 @@ from xformer.optim.adam import adam, adam_init, adamw, adamw_init
 from xformer.optim.lion import lion, lion_init
 from xformer.optim.muon import muon, muon_init
 from xformer.optim.sgd import sgd, sgd_init
-from xformer.typing import Array
 
 
 class Optimiser(NamedTuple):

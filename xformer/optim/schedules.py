@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
 from xformer.dispatch.checks import finite, number, require_sizes, whole
 
 Schedule: TypeAlias = Callable[[int], float]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.printing import short
+from xformer.base.typing import Tree
 from xformer.dispatch.checks import finite
 from xformer.optim._checks import (
     in_dtype,
@@ -13,8 +15,6 @@ from xformer.optim._checks import (
     require_state,
     zeros,
 )
-from xformer.showing import short
-from xformer.typing import Tree
 
 
 @short

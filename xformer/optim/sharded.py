@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from array_api_compat import device
 
-from xformer import tree
-from xformer.namespace import array_namespace
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.optim._checks import matching, require_arrays, require_state
 from xformer.optim.flat import _joined, _parts
 from xformer.optim.optimiser import GroupedStep, Optimiser, grouped
-from xformer.showing import short
-from xformer.typing import Array
 
 if TYPE_CHECKING:
-    from xformer.world import World
+    from xformer.distributed.world import World
 
 
 @short

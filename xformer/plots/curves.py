@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
 from xformer.plots.log import Log
 from xformer.plots.style import line_of, orders_of_magnitude, panels, readable, styled
 

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer import backends, tree
+from xformer import backends
+from xformer.base import tree
+from xformer.base.typing import Array
 from xformer.dispatch import reference_only
 from xformer.dispatch.checks import require_sizes
 from xformer.initializers import fixup
@@ -24,7 +26,6 @@ from xformer.layers.block import NORMS
 from xformer.models import LanguageModel, LMHead
 from xformer.ops._loss import one
 from xformer.plots.style import line_of, orders_of_magnitude, panels, styled
-from xformer.typing import Array
 
 VOCABULARY, BATCH, LENGTH = 256, 8, 32
 

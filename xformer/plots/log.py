@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.choices import near_path
+from xformer.base.choices import near_path
 from xformer.training.log import LOG
 
 NUMBERS = dict.fromkeys(("step", "loss", "norm", "lr", "tokens", "seconds"))  # of every line

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from xformer import backends
+from xformer.base.typing import Array
 from xformer.dispatch import reference_only
 from xformer.generation.prefix import backend_of_params
-from xformer.measure import blocks_of
+from xformer.inspection.measure import blocks_of
 from xformer.models import EncoderDecoder, LanguageModel
-from xformer.typing import Array
 
 
 def attention_maps(

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from xformer.files import replacing
+from xformer.base.files import replacing
 
 # Okabe and Ito's palette, for all kinds of colour vision (jfly.uni-koeln.de/color), dark first.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

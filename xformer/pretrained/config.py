@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from xformer.choices import did_you_mean
+from xformer.base.choices import did_you_mean
 from xformer.pretrained.reading import PretrainedError, listed
 
 REQUIRED: Any = object()  # the default of a required key

@@ -6,13 +6,13 @@ from typing import Any
 
 from array_api_compat import device
 
-from xformer import tree
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.layers import LinearParams
-from xformer.namespace import array_namespace
 from xformer.pretrained.families import llama2c
 from xformer.pretrained.llama2c import TOKENS
 from xformer.pretrained.loading import model as model_of
-from xformer.typing import Array
 
 
 def as_llama(model: Any, params: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.files import replacing
+from xformer.base.files import replacing
 from xformer.pretrained.mapped import DTYPES, Tensor, ends_in_zeros, fetch, open_file
 from xformer.pretrained.reading import PretrainedError, listed, read_json
 

@@ -11,7 +11,7 @@ import re
 import zipfile
 from pathlib import Path
 
-from xformer.choices import near_path
+from xformer.base.choices import near_path
 from xformer.pretrained.files import CONFIG, INDEX, WEIGHTS
 from xformer.pretrained.reading import PretrainedError, listed, opened, read_json
 

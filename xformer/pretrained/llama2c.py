@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xformer.files import replacing
+from xformer.base.files import replacing
 from xformer.pretrained.reading import PretrainedError, opened, read_bytes
 
 FLOAT = np.dtype("<f4")

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from xformer import backends, tree
-from xformer.choices import did_you_mean
+from xformer import backends
+from xformer.base import tree
+from xformer.base.choices import did_you_mean
 from xformer.initializers import Shapes
 from xformer.models.language_model import LanguageModel, LanguageModelParams
 from xformer.pretrained import families, files

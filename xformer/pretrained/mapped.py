@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xformer.base.printing import size as in_units
 from xformer.pretrained.reading import PretrainedError, opened, parse_json
-from xformer.showing import size as in_units
 
 HEADER_LIMIT = 4 << 20  # bytes: some 30,000 tensors in one file, read in about half a second
 MAX_AXES, MAX_ELEMENTS = 8, 1 << 40

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from xformer import tree
-from xformer.choices import did_you_mean
+from xformer.base import tree
+from xformer.base.choices import did_you_mean
 from xformer.initializers import Shapes
 from xformer.pretrained import families, files
 from xformer.pretrained.family import Family

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.files import replacing
+from xformer.base.files import replacing
 from xformer.pretrained.config import Config
 from xformer.pretrained.tokenizer_config import (
     CONFIG,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xformer.choices import near_path
+from xformer.base.choices import near_path
 from xformer.pretrained import llama2c
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, listed, read_json, read_text

@@ -13,10 +13,11 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from xformer import backends, tree
+from xformer import backends
+from xformer.arrays.derivatives import jvp
 from xformer.arrays.digits import Precise, digits
 from xformer.backends import Backend
-from xformer.derivatives import jvp
+from xformer.base import tree
 from xformer.dispatch import reference_only
 from xformer.proofs.catalogue import Case
 from xformer.proofs.gradcheck import ROUNDING

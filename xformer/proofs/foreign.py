@@ -23,14 +23,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import is_array_api_obj
 
-from xformer import backends, optim, tree
+from xformer import backends, optim
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.dispatch import reference_only
 from xformer.dispatch.backend import Backend
-from xformer.namespace import array_namespace
 from xformer.proofs.catalogue import Case, cases
 from xformer.proofs.catalogue.case import FLOAT32
 from xformer.proofs.gradcheck import SMALLEST
-from xformer.typing import Array
 
 # Of the namespace. `__name__` is read by array-api-compat.
 FUNCTIONS = (

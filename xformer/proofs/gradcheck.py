@@ -10,7 +10,7 @@ direction v, by a central difference of fourth order, must equal sum(gradient * 
 for all inputs together, for each input, and for each element of small inputs. The length of a step
 is in units of the root mean square of the input.
 
-With `exact=True` the derivative is computed on dual numbers instead (`xformer.derivatives.jvp`): it
+With `exact=True` the derivative is computed on dual numbers instead (`xformer.jvp`): it
 has no step, and its only error is rounding.
 """
 
@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 from array_api_compat import is_array_api_obj
 
-from xformer import tree
+from xformer.arrays.derivatives import jvp
 from xformer.arrays.dual import kinks
-from xformer.derivatives import jvp
-from xformer.namespace import array_namespace
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.ops.random_bits import RandomKey, random_bits
-from xformer.typing import Array
 
 # Rounding matters less in a long step, curvature and kinks matter less in a short one. The steps
 # are tried in this order until one agrees with the gradient, or two agree with each other only.

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 from array_api_compat import device
 
-from xformer import backends, tree
+from xformer import backends
 from xformer.backends import Backend
+from xformer.base import tree
+from xformer.base.tree import value
 from xformer.compiling import bucket, records
 from xformer.dispatch.checks import require_sizes, require_utf8
+from xformer.inspection.summary import context
 from xformer.models import LanguageModel
-from xformer.models.in_words import in_words
+from xformer.models.describe import in_words
 from xformer.models.language_model import LanguageModelParams
 from xformer.models.usage import require_params
-from xformer.summary import context
-from xformer.tree import value
 
 # Tokens of a batch on NumPy. The arrays of a larger batch do not fit into the processor's caches,
 # which takes longer for each token.

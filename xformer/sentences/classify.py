@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from xformer import ops
+from xformer.base.typing import Array
 from xformer.compiling import Forward
 from xformer.models import Classifier, TokenClassifier
-from xformer.models.in_words import in_words
+from xformer.models.describe import in_words
 from xformer.sentences.batches import (
     KEPT,
     Finished,
@@ -20,7 +21,6 @@ from xformer.sentences.batches import (
     by_batch,
     require_language_model,
 )
-from xformer.typing import Array
 
 KINDS = ("single_label_classification", "multi_label_classification")
 

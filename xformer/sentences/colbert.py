@@ -13,9 +13,10 @@ import numpy as np
 from array_api_compat import device
 
 from xformer import ops
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.compiling import Forward
 from xformer.dispatch.checks import require_sizes
-from xformer.namespace import array_namespace
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import CONFIG, open_tensors
 from xformer.pretrained.loading import COLBERT, PROJECTION
@@ -33,7 +34,6 @@ from xformer.sentences.batches import (
 )
 from xformer.sentences.dense import Dense, dense, maps_like, read_dense, read_linear, width_after
 from xformer.sentences.settings import METADATA, MODULES, WHOLE, read_max_len, read_modules
-from xformer.typing import Array
 
 CHAIN, WANTED = "Transformer( Dense)+", "Transformer and one Dense or more"
 QUERY_LEN = 32  # tokens, of a query without another setting

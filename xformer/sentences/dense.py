@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import device
 
-from xformer import backends, tree
+from xformer import backends
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.tree import value
+from xformer.base.typing import Array
 from xformer.layers.linear import LinearParams, linear
-from xformer.namespace import array_namespace
 from xformer.ops.activation import ACTIVATIONS
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import WEIGHTS, open_tensors
 from xformer.pretrained.reading import PretrainedError, listed, read_json
-from xformer.tree import value
-from xformer.typing import Array
 
 NAMES = {  # torch's name -> a name in ACTIVATIONS; None: no activation
     "Identity": None,

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from xformer import ops
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.compiling import Forward
 from xformer.dispatch.checks import require_sizes
 from xformer.dispatch.shapes import require_array
 from xformer.layers import pooling as layers_pooling
-from xformer.namespace import array_namespace
 from xformer.sentences.batches import (
     KEPT,
     Finished,
@@ -25,7 +26,6 @@ from xformer.sentences.batches import (
 )
 from xformer.sentences.dense import Dense, dense, maps_like, width_after
 from xformer.sentences.settings import SIMILARITIES
-from xformer.typing import Array
 
 ALIASES = {"cls": "first"}
 POOLINGS = (*layers_pooling.POOLINGS, *ALIASES, "pooler")

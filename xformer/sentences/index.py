@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.choices import near_path
-from xformer.files import file_layout, replacing, write_arrays
+from xformer.base.choices import near_path
+from xformer.base.files import file_layout, replacing, write_arrays
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import CONFIG, weight_files
 from xformer.pretrained.reading import PretrainedError, parse_json

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.typing import Array
 from xformer.compiling import Forward
 from xformer.dispatch.checks import require_sizes, require_utf8
 from xformer.models import Classifier
-from xformer.models.in_words import in_words
+from xformer.models.describe import in_words
 from xformer.sentences.batches import (
     KEPT,
     Finished,
@@ -23,7 +24,6 @@ from xformer.sentences.batches import (
     require_language_model,
 )
 from xformer.sentences.rank_settings import ACTIVATIONS, activation_of
-from xformer.typing import Array
 
 
 class Ranked(NamedTuple):

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
 from xformer.pretrained.config import MAX, Config
 from xformer.pretrained.files import WEIGHTS
 from xformer.pretrained.foreign import elsewhere

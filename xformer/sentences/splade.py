@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import layers
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.typing import Array
 from xformer.compiling import Forward
 from xformer.layers.splade import POOLINGS, SATURATIONS
-from xformer.models.in_words import in_words
+from xformer.models.describe import in_words
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, read_json
 from xformer.sentences.batches import KEPT, Progress, by_batch, require_language_model
 from xformer.sentences.settings import MODULES, read_max_len, read_modules, read_prompt
-from xformer.typing import Array
 
 CHAIN = "(MLMTransformer|Transformer) SpladePooling"
 ACTIVATIONS = {"relu": "log", "log1p_relu": "log_log"}  # sentence-transformers -> layers.splade

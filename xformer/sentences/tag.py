@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
+from xformer.base.typing import Array
 from xformer.compiling import Forward
 from xformer.dispatch.checks import require_sizes
 from xformer.models import TokenClassifier
-from xformer.models.in_words import in_words
+from xformer.models.describe import in_words
 from xformer.pretrained.tokenizer import Encoding
 from xformer.sentences.batches import (
     KEPT,
@@ -29,7 +30,6 @@ from xformer.sentences.batches import (
     warn_of_cuts,
 )
 from xformer.sentences.classify import labels
-from xformer.typing import Array
 
 AGGREGATIONS = ("none", "simple", "first", "average", "max")
 

@@ -18,11 +18,12 @@ import numpy as np
 import safetensors
 from safetensors.numpy import load_file
 
-from xformer import backends, models, tree
-from xformer.files import replacing, write_arrays
+from xformer import backends, models
+from xformer.base import tree
+from xformer.base.files import replacing, write_arrays
 from xformer.initializers import Shapes
 from xformer.models.language_model import LanguageModelParams
-from xformer.training.storable import on_host, require_storable
+from xformer.training.checkpoint_dtypes import on_host, require_storable
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = "xformer-1"

@@ -6,17 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xformer import ops, optim, tree
+from xformer import ops, optim
 from xformer.backends import Backend
-from xformer.namespace import array_namespace
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
+from xformer.distributed.world import World
 from xformer.optim import Optimiser
 from xformer.optim.accumulate import shares, weighted
 from xformer.training.batch import Batch
 from xformer.training.config import TrainConfig
 from xformer.training.loss import ArrayLoss, Loss, SegmentLoss
 from xformer.training.state import State
-from xformer.typing import Array
-from xformer.world import World
 
 Reduce = Callable[[Array], Array]  # of `optim.reduced`
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xformer.choices import require_one_of
+from xformer.base.choices import require_one_of
 from xformer.dispatch.checks import number, plain_numbers, require_sizes
 from xformer.dispatch.shapes import STORED
 from xformer.optim import OPTIMISERS, Optimiser, Rule, Schedule, decay_matrices, grouped, schedules

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from xformer.files import replacing
+from xformer.base.files import replacing
 from xformer.training.log import LOG, numbers_of, rows
 from xformer.training.loop import Step
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from xformer import tree
-from xformer.namespace import array_namespace
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.training.config import TrainConfig
 from xformer.training.state import State
-from xformer.typing import Array
 
 
 class Diverged(FloatingPointError):

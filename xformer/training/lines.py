@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xformer.choices import near_path
+from xformer.base.choices import near_path
 
 JSON = (".jsonl", ".ndjson")  # suffixes of files with one JSON object a line
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xformer.files import aside, replacing
+from xformer.base.files import aside, replacing
 from xformer.training.loop import Step
 
 LOG = "log.jsonl"

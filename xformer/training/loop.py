@@ -13,12 +13,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from xformer import backends, inference, ops, optim, tree
+from xformer import backends, inference, ops, optim
 from xformer.backends import Backend
+from xformer.base import tree
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.compiling import Forward
+from xformer.distributed.world import Alone, World
 from xformer.generation.prefix import backend_of_params
 from xformer.models.precision import require_reducible
-from xformer.namespace import array_namespace
 from xformer.optim import LossScale, Optimiser, Schedule
 from xformer.optim.accumulate import shares, weighted
 from xformer.optim.loss_scale import Scaled
@@ -28,8 +31,6 @@ from xformer.training.config import TrainConfig
 from xformer.training.diverged import Diverged, is_finite, quiet, require_sound
 from xformer.training.loss import ArrayLoss, Loss, SegmentLoss
 from xformer.training.state import State
-from xformer.typing import Array
-from xformer.world import Alone, World
 
 KEPT = 8  # losses whose programs are kept
 MEMORY = 0.95  # decay of the running mean of losses: about twenty steps

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xformer import backends, ops, tree
+from xformer import backends, ops
 from xformer.backends import Backend
+from xformer.base import tree
+from xformer.base.typing import Array
 from xformer.dispatch.checks import require_ids
 from xformer.models import SegmentMemory
 from xformer.training.batch import Batch
-from xformer.typing import Array
 
 
 class Loss(Protocol):

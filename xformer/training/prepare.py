@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from xformer.files import making, require_new
-from xformer.showing import size
+from xformer.base.files import making, require_new
+from xformer.base.printing import size
 from xformer.training.corpus import HEADER, Corpus, Words, dtype_of, encoded, make_vocabulary
 from xformer.training.texts import Progress, Texts, require_share, texts
 from xformer.training.token_files import (

@@ -29,18 +29,20 @@ from typing import Any
 
 import numpy as np
 
-from xformer import __version__, backends, pretrained, tree
+from xformer import __version__, backends, pretrained
 from xformer.backends import Backend
+from xformer.base import tree
+from xformer.base.files import PART, aside, remove_parts, replacing
+from xformer.base.lock import LOCK, locked
+from xformer.base.printing import size
 from xformer.dispatch.checks import require_sizes
-from xformer.files import PART, aside, remove_parts, replacing
-from xformer.lock import LOCK, locked
-from xformer.showing import size
+from xformer.distributed.world import Alone, World
 from xformer.training import checkpoint
 from xformer.training.checkpoint import CheckpointError
 from xformer.training.diverged import Diverged
-from xformer.training.gathered import gathered, is_sharded, scattered
 from xformer.training.log import LOG, append, line_of, shorten
 from xformer.training.loop import Step
+from xformer.training.sharded_checkpoint import gathered, is_sharded, scattered
 from xformer.training.state import (
     Saved,
     State,
@@ -53,7 +55,6 @@ from xformer.training.state import (
     require_state,
     write_state,
 )
-from xformer.world import Alone, World
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 FORMAT = "xformer-run-1"

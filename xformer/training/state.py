@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 
-from xformer import backends, tree
+from xformer import backends
 from xformer.backends import Backend
-from xformer.files import replacing, write_arrays
+from xformer.base import tree
+from xformer.base.files import replacing, write_arrays
+from xformer.base.printing import short
 from xformer.optim import LossScale
-from xformer.showing import short
 from xformer.training.checkpoint import CheckpointError
-from xformer.training.storable import on_host, require_storable, stored_dtype_name
+from xformer.training.checkpoint_dtypes import on_host, require_storable, stored_dtype_name
 
 FORMAT = "xformer-state-1"
 WORDS, DIGEST = "xformer", "sha256"  # keys of the file's metadata

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xformer.choices import did_you_mean
+from xformer.base.choices import did_you_mean
 from xformer.dispatch.checks import whole
 from xformer.generation.vocabulary import FORMAT, VOCABULARY, Bytes, Characters
 from xformer.pretrained.config import Config

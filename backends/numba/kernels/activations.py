@@ -36,11 +36,11 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch.checks import require_gradient
 from xformer.ops.quick_gelu import SLOPE
 from xformer.ops.silu import FAR
-from xformer.showing import short
-from xformer.typing import Array
 
 RELU, RELU_SQUARED, SIGMOID, SWISH, TANH, GELU, GELU_TANH = range(7)
 FROM_OUTPUT = (RELU, SIGMOID, TANH)  # the derivative is a function of y alone

@@ -24,9 +24,9 @@ from xformer.backends.numba.program.native import (
 )
 from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.program.traced import Traced, constant
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.optim.adam import adam_update as op
-from xformer.typing import Array
 
 NEW, OLD = 3, 4  # arrays of a leaf: outputs (p, m, v) and inputs (p, g, m, v)
 SIZE = NEW + OLD  # column of the size in the table of leaves, after seven addresses

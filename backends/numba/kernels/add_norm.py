@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from xformer.backends.numba.kernels import layer_norm, rms_norm
 from xformer.backends.numba.kernels.layout import unrecordable
+from xformer.base.printing import short
+from xformer.base.tree import Frozen, value
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_axis, require_gradient
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.norm import add_norm as reference
-from xformer.showing import short
-from xformer.tree import Frozen, value
-from xformer.typing import Array
 
 
 def unsupported(x: Array, r: Array | None, params: NormParams, *, config: NormConfig) -> str | None:

@@ -10,10 +10,10 @@ from xformer.backends.numba.flash_rows import copy
 from xformer.backends.numba.kernels.layout import program_of, unrecordable
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.kv_cache import append as op
-from xformer.typing import Array
 
 
 def unsupported(k: Array, v: Array, *, kv_cache: KVCache) -> str | None:

@@ -19,11 +19,11 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.layers.rope_config import RopeConfig
 from xformer.layers.rope_tables import cos_sin as op
 from xformer.layers.rope_tables import frequencies as frequencies_of
-from xformer.typing import Array
 
 COST = 16  # one angle takes the time of this number of elements of a simple loop
 

@@ -21,11 +21,11 @@ from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
 from xformer.backends.numba.program.traced import constant
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops._loss import loss_options
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def unsupported(

@@ -22,12 +22,12 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.traced import Traced, constant
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_shape
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import MASK, RandomKey
-from xformer.showing import short
-from xformer.typing import Array
 
 BLOCKS = 64  # blocks of four random words that one call of Philox computes
 

@@ -13,10 +13,10 @@ from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_ids, require_shape
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def unsupported(table: Array, *, ids: Array) -> str | None:

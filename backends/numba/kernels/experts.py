@@ -36,13 +36,13 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops.clamped_swiglu import LIMIT
 from xformer.ops.experts import experts as op
 from xformer.ops.experts import require_choice
-from xformer.showing import short
-from xformer.typing import Array
 
 CLAMPED = "clamped_swiglu"
 BLOCK = 2048  # elements of a row at a time: seven blocks fit in a core's caches

@@ -11,8 +11,8 @@ from xformer.backends.numba.kernels.activations import (
     activate,
 )
 from xformer.backends.numba.kernels.layout import unrecordable
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
-from xformer.typing import Array
 
 FORMULA_OF = {"none": "gelu", "tanh": "gelu_tanh"}  # by `approximate`: the key in `FORMULAS`
 

@@ -33,7 +33,7 @@ from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.registers import COLUMNS, HIGH
 from xformer.backends.numba.tuning import ALONE, LARGE, SHARE, SHARES, SPEED, VECTORS
 from xformer.backends.numba.vectors import matrix_vector, vector_matrix
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 NO_BIAS, BIAS_ROW, BIAS_MATRIX = range(3)  # b: absent, (M,), (N, M)
 

@@ -36,12 +36,12 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops.glu import GluCache as ReferenceCache
 from xformer.ops.silu import FAR
-from xformer.showing import short
-from xformer.typing import Array
 
 FAR32, ONE = np.float32(FAR), np.float32(1)
 BLOCK = 2048  # elements: five blocks fit in a core's L1 cache

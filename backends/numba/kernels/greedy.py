@@ -10,9 +10,9 @@ from xformer.backends.numba.compiled import elementwise
 from xformer.backends.numba.kernels.layout import program_of, unrecordable
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.ops.greedy import greedy as op
-from xformer.typing import Array
 
 
 def unsupported(logits: Array) -> str | None:

@@ -29,7 +29,7 @@ from xformer.backends.numba.program.native import (
 from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.registers import HIGH
 from xformer.backends.numba.tuning import SPEED, VECTORS
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 
 class Order(NamedTuple):

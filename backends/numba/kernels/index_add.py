@@ -21,10 +21,10 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.program import Program
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_ids, require_shape
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def unsupported(x: Array, y: Array, *, ids: Array) -> str | None:

@@ -19,11 +19,11 @@ from xformer.backends.numba.kernels.layout import (
 )
 from xformer.backends.numba.kernels.norms import block, pieces_of
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import number, require_axis, require_gradient
 from xformer.ops.l2_normalize import L2NormalizeCache as ReferenceCache
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def unsupported(x: Array, *, eps: float = 1e-12) -> str | None:

@@ -31,11 +31,11 @@ from xformer.backends.numba.kernels.norms import (
 )
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
 from xformer.backends.numpy import layer_norm as numpys
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import number, require_axis, require_gradient
 from xformer.ops.layer_norm import LayerNormCache as ReferenceCache
-from xformer.showing import short
-from xformer.typing import Array
 
 FAR = np.float32(numpys.FAR**2)  # mean^2 / variance from which the mean is corrected
 

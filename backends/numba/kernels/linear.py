@@ -25,10 +25,10 @@ from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native
 from xformer.backends.numba.program.program import Program
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def unsupported(

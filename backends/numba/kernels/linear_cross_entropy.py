@@ -29,11 +29,11 @@ from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.program.traced import constant
 from xformer.backends.numba.registers import HIGH
 from xformer.backends.numba.tuning import SPEED
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import is_inference, kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops._loss import loss_options
-from xformer.showing import short
-from xformer.typing import Array
 
 CHUNK = 1 << 24  # logits of a chunk, about: 64 MB
 LOGITS = 1 << 19  # logits that a thread computes at a time: they stay in caches near the core

@@ -6,11 +6,11 @@ from xformer.backends.numba.kernels.gemm import emit_sums
 from xformer.backends.numba.kernels.linear import emit_linear, input_gradient
 from xformer.backends.numba.kernels.linear import unsupported as linear_unsupported
 from xformer.backends.numba.program.traced import Traced
+from xformer.base.tree import Frozen, value
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.layers.linear import LinearCache, LinearParams, LinearsCache, LoRAParams
 from xformer.layers.linear import linear_many as op
-from xformer.tree import Frozen, value
-from xformer.typing import Array
 
 
 def unsupported(

@@ -16,10 +16,10 @@ from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, bits, float32s, native, real, words
 from xformer.backends.numba.program.program import Program
+from xformer.base.typing import Array
 from xformer.dispatch.checks import as_indices
 from xformer.ops._loss import LossOptions
 from xformer.ops.cross_entropy import split_ignored
-from xformer.typing import Array
 
 IGNORED = -1  # the target id of a token that is ignored
 INDICES = np.iinfo(np.int64)

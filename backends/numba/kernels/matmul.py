@@ -12,7 +12,7 @@ from xformer.backends.numba.kernels.gemm import Pair, emit_products, matrix_stri
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import LINE, Native, native, numbers, part, words
 from xformer.backends.numba.tuning import SPEED
-from xformer.typing import Array
+from xformer.base.typing import Array
 
 BATCH, ROWS, COLUMNS = range(3)  # the axis of y that is cut into pieces
 

@@ -9,8 +9,8 @@ from xformer.backends.numba.kernels.activations import (
     activate,
     unsupported,
 )
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
-from xformer.typing import Array
 
 
 @kernel(ops.quick_gelu, "numba.kernels", unsupported=unsupported)

@@ -30,11 +30,11 @@ from xformer.backends.numba.kernels.norms import (
     summed,
 )
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import number, require_axis, require_gradient
 from xformer.ops.rms_norm import RmsNormCache as ReferenceCache
-from xformer.showing import short
-from xformer.typing import Array
 
 
 def unsupported(

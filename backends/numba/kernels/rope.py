@@ -16,12 +16,12 @@ from xformer.backends.numba.kernels.layout import (
 )
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops.rope import RopeCache as ReferenceCache
 from xformer.ops.rope import require_tables
-from xformer.showing import short
-from xformer.typing import Array
 
 FLOAT = 4  # bytes
 

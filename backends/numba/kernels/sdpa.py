@@ -25,11 +25,11 @@ from xformer.backends.numba.program.program import Program, of
 from xformer.backends.numba.program.traced import Traced
 from xformer.backends.numba.tuning import HEADS, WORTH
 from xformer.backends.numpy.tiles import FEW
+from xformer.base.printing import short
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops._attention import sdpa_options
-from xformer.showing import short
-from xformer.typing import Array
 
 # Multiplications of one query that are worth several pieces: a mask may hide many of its keys.
 ONE_QUERY_WORTH = 8 * WORTH

@@ -26,9 +26,9 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.traced import Traced, constant
+from xformer.base.typing import Array
 from xformer.ops._attention import SdpaOptions, fold, forbid, unfold
 from xformer.ops.random_bits import MASK, RandomKey
-from xformer.typing import Array
 
 SCORES = 1 << 14  # scores of a tile of whole rows: two tiles and their keys fit in an L2 cache
 ROWS = 16, 128  # rows of a tile of whole rows, at least and at most

@@ -7,9 +7,9 @@ from functools import partial
 from xformer import ops
 from xformer.backends.numba.kernels.activations import TANH, NumbaActivationCache, activate
 from xformer.backends.numba.kernels.layout import unrecordable
+from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_cap
-from xformer.typing import Array
 
 
 def unsupported(x: Array, *, cap: float) -> str | None:

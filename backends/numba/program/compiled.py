@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from xformer import tree
 from xformer.backends import results
 from xformer.backends.numba.program import timing
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, gap_free
 from xformer.backends.numba.program.traced import Traced, TracedNumber, Unrecorded
 from xformer.backends.numpy.threads import n_threads
+from xformer.base import tree
+from xformer.base.keys import exact
 from xformer.dispatch import Refused, current_contexts
 from xformer.dispatch.backend import next_arguments, summary
 from xformer.dispatch.subclasses import refusal
-from xformer.keys import exact
 
 KEPT = 16  # programs of one function that are kept: those of the last kinds of arguments
 # NumPy's flags of an array that `gap_free` would not copy: C-contiguous and aligned; writeable.

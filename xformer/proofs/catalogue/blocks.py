@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from xformer import layers
 from xformer.backends import Backend, Generator
+from xformer.base.typing import Array
 from xformer.layers.pooling import POOLINGS
 from xformer.layers.splade import POOLINGS as SPLADE_POOLINGS
 from xformer.layers.splade import SATURATIONS
@@ -27,7 +28,6 @@ from xformer.proofs.catalogue.case import (
     random,
 )
 from xformer.proofs.catalogue.layers import linear_params, turning
-from xformer.typing import Array
 
 
 def cases() -> Iterator[Case]:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any
 
-from xformer import backends, layers, tree
+from xformer import backends, layers
 from xformer.backends import Backend, Generator
+from xformer.base import tree
+from xformer.base.typing import Array
 from xformer.dispatch import reference_only
 from xformer.ops import RandomKey
 from xformer.proofs.gradcheck import SMALLEST, Report, Row, gradcheck
-from xformer.typing import Array
 
 Function = Callable[..., tuple[Any, Any]]
 Make = Callable[[Generator, Backend], tuple[Function, tuple[Any, ...]]]

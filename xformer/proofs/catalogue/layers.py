@@ -12,6 +12,8 @@ from typing import Any
 
 from xformer import layers
 from xformer.backends import Backend, Generator
+from xformer.base.tree import Constant
+from xformer.base.typing import Array
 from xformer.ops.activation import ACTIVATIONS
 from xformer.proofs.catalogue.case import (
     DEAD_BATCH,
@@ -27,8 +29,6 @@ from xformer.proofs.catalogue.case import (
     mask,
     random,
 )
-from xformer.tree import Constant
-from xformer.typing import Array
 
 
 def cases() -> Iterator[Case]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from xformer.backends import Backend, Generator
+from xformer.base.typing import Array
 from xformer.layers import (
     BlockConfig,
     EmbedConfig,
@@ -39,7 +40,6 @@ from xformer.proofs.catalogue.case import (
     mask,
     random,
 )
-from xformer.typing import Array
 
 
 def cases() -> Iterator[Case]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from xformer import ops
 from xformer.backends import Backend, Generator
-from xformer.namespace import array_namespace
+from xformer.base.namespace import array_namespace
+from xformer.base.typing import Array
 from xformer.ops.activation import ACTIVATIONS
 from xformer.proofs.catalogue.case import (
     DEAD_BATCH,
@@ -22,7 +23,6 @@ from xformer.proofs.catalogue.case import (
     drawn,
     mask,
 )
-from xformer.typing import Array
 
 
 def cases() -> Iterator[Case]:

@@ -1,0 +1,1 @@
+"""What everything needs and no array library: trees, types, printing, files, lazy imports."""
