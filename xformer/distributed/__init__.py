@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from xformer.distributed.sharded_sublayer import sharded_sublayer
     from xformer.distributed.sharding import CUTS, ONE_KEY_HEAD, cut_of, shard, whole
     from xformer.distributed.vocabulary import cross_entropy, embedding
-    from xformer.distributed.world import world
 
 __all__ = [
     "CUTS",
@@ -36,7 +35,6 @@ __all__ = [
     "sharded_sublayer",
     "tensor_parallel",
     "whole",
-    "world",
 ]
 
 later(

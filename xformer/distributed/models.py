@@ -279,7 +279,7 @@ def tensor_parallel(model: Any, world: World, *, sequence: bool = False) -> Any:
     parameters. All processes call the same methods with the same data, and get the same loss,
     logits and hidden states; gradients are those of their own parameters.
 
-        part = parallel.tensor_parallel(model, world)
+        part = distributed.tensor_parallel(model, world)
         params = part.shard(params)
         loss, cache = part.loss(params, tokens, targets)
         grads = cache.backward()

@@ -195,7 +195,7 @@ class Pipeline:
 def pipeline(model: Any, world: World) -> Pipeline:
     """The stage of a model that this process has, and a training step of all stages.
 
-        part = parallel.pipeline(model, world)
+        part = distributed.pipeline(model, world)
         params = part.shard(params)
         loss, grads = part.gradients(params, batches)
 
