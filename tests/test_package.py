@@ -28,11 +28,7 @@ LIBRARIES = {"numpy", "cupy", "torch", "jax", "jaxlib", "array_api_strict"}
 # The mathematics: knows arrays only through the standard.
 ROOMS = ("ops", "layers", "models", "optim")
 MODULES = (
-    "namespace",
-    "dispatch/op",
-    "dispatch/shapes",
-    "dispatch/checks",
-    "tree",
+    *("base/namespace", "base/tree", "dispatch/op", "dispatch/shapes", "dispatch/checks"),
     "proofs/gradcheck",
 )
 
@@ -41,7 +37,7 @@ ORDER = (
     "ops",
     "layers",
     "models",
-    "parallel",
+    "distributed",
     "pretrained",
     "generation",
     "sentences",

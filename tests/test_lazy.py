@@ -75,7 +75,7 @@ model.decode(model.init(0), xformer.backends.get("numpy").asarray([[1, 2]]), mod
 unused = "layers.rotary", "layers.experts", "models.heads", "ops.cross_entropy", "optim"
 print(json.dumps([alone, [name for name in unused if f"xformer.{name}" in sys.modules]]))
 """
-    assert python(code, tmp_path) == [["xformer", "xformer.base.lazy"], []]
+    assert python(code, tmp_path) == [["xformer", "xformer.base", "xformer.base.lazy"], []]
 
 
 @pytest.mark.parametrize("kind", [layers.BlockConfig, models.LanguageModel, models.GPT])
