@@ -1,4 +1,4 @@
-"""The picture of the rooms in docs/README.md, made from the code.
+"""The picture of the rooms in docs/README.md, and the lines that it links, made from the code.
 
     python tools/rooms.py
 
@@ -10,9 +10,11 @@ import each other in a circle.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "README.md"
@@ -72,10 +74,29 @@ def picture(root: Path = ROOT) -> str:
     return "\n".join(rows) + "\n"
 
 
+def line_of(file: Path, name: str) -> int:
+    """The line of a function or class of a file, `name`, or of a method, "Class.method"."""
+    nodes: Any = ast.parse(file.read_text(encoding="utf-8"))
+    for part in name.split("."):
+        nodes = next(n for n in nodes.body if getattr(n, "name", None) == part)
+    return int(nodes.lineno)
+
+
+def written(page: str) -> str:
+    """The page with the picture of today, and the lines of today in its links to names."""
+
+    def link(found: re.Match[str]) -> str:
+        name, path = found.groups()
+        return f"[`{name}`]({path}#L{line_of((PAGE.parent / path).resolve(), name)})"
+
+    before, _, rest = page.partition(BEGIN)
+    page = before + BEGIN + picture() + END + rest.partition(END)[2]
+    return re.sub(r"\[`([\w.]+)`\]\((\.\./[\w/]+\.py)#L\d+\)", link, page)
+
+
 def main() -> None:
-    """Write the picture into the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + picture() + END + rest.partition(END)[2], encoding="utf-8")
+    """Write the page."""
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
