@@ -258,6 +258,7 @@ PAGES: dict[str, Page] = {
         }
     ),
     "docs/add-a-family.md": Page(),
+    "docs/add-a-layer.md": Page(),
     "docs/attribution-patching.md": Page(
         (minilm_folder,),
         apart={"# transformer-lens": ("transformer-lens",)},

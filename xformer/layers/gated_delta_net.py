@@ -18,7 +18,7 @@ from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
-from xformer.layers.protocol import Context, SideInputs, require_no
+from xformer.layers.protocol import Context, LayerConfig, SideInputs, require_no
 from xformer.layers.recurrent_state import RecurrentState
 from xformer.ops.causal_conv import joined
 
@@ -26,7 +26,7 @@ QK_EPS = 1e-6  # of the lengths of queries and keys
 
 
 @dataclass(frozen=True)
-class GatedDeltaNetConfig:
+class GatedDeltaNetConfig(LayerConfig):
     """The configuration of a block's gated DeltaNet, instead of an `AttentionConfig`.
 
     arXiv:2412.06464, as Qwen3.5 has it. It is causal, and reads no positions: RoPE of the model is
@@ -43,11 +43,6 @@ class GatedDeltaNetConfig:
     conv_len: int = 4  # L, the steps that the convolution reads
     eps: float = 1e-6  # of the norm of each head's output
 
-    # Options of AttentionConfig that this layer lacks, for readers of any block.
-    window: ClassVar[None] = None
-    softcap: ClassVar[None] = None
-    shaw_max_distance: ClassVar[None] = None
-    xl: ClassVar[bool] = False
     dropout: ClassVar[float] = 0.0
     cached_width: ClassVar[int] = 0  # numbers of a token that are stored: the state is all
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from xformer import layers, ops
 from xformer.base.namespace import array_namespace
@@ -17,11 +17,11 @@ from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
-from xformer.layers.protocol import Context, SideInputs, rate, require_no
+from xformer.layers.protocol import Context, LayerConfig, SideInputs, rate, require_no
 
 
 @dataclass(frozen=True)
-class LatentAttentionConfig:
+class LatentAttentionConfig(LayerConfig):
     """The configuration of a block's latent attention, instead of an `AttentionConfig`.
 
     It is a self-attention, of DeepSeek-V2 (arXiv:2405.04434, section 2.1) and V3. A head's queries
@@ -42,12 +42,6 @@ class LatentAttentionConfig:
     eps: float = 1e-6  # of the RMSNorms of the latent vectors
     scale: float | None = None  # of the scores; None: (d_nope + d_rope)^-1/2
     dropout: float = 0.0  # of the probabilities
-
-    # Options of AttentionConfig that this attention lacks, for readers of any block.
-    window: ClassVar[None] = None
-    softcap: ClassVar[None] = None
-    shaw_max_distance: ClassVar[None] = None
-    xl: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         plain_numbers(self)

@@ -14,7 +14,7 @@ no side inputs may leave out dside.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from xformer import ops
 from xformer.base import tree
@@ -22,6 +22,18 @@ from xformer.base.printing import short
 from xformer.base.typing import Array
 
 SITES = 6  # dropout streams of a block
+
+
+class LayerConfig:
+    """Options of `AttentionConfig` as they are where a layer lacks them, for readers of any block.
+
+    The configuration of a layer in place of attention inherits from it.
+    """
+
+    window: ClassVar[Any] = None
+    softcap: ClassVar[Any] = None
+    shaw_max_distance: ClassVar[Any] = None
+    xl: ClassVar[bool] = False
 
 
 @short
