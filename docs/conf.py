@@ -98,7 +98,13 @@ CHILDREN = {
     "docs/scaling": ["tensor-parallel", "scaling-model"],
     "docs/sentence-embeddings": ["retrieval"],
     "docs/training": ["data", "optimisers", "schedules", "checkpointing"],
-    "CONTRIBUTING": ["docs/add-a-layer", "docs/add-a-family", "docs/bring-your-own-array", "SECURITY", "CHANGELOG"],
+    "CONTRIBUTING": [
+        "docs/add-a-layer",
+        "docs/add-a-family",
+        "docs/bring-your-own-array",
+        "SECURITY",
+        "CHANGELOG",
+    ],
     "benchmarks/README": ["results/**"],
 }
 NO_SEARCH = ("CHANGELOG", "benchmarks/results/", "benchmarks/notes")

@@ -14,9 +14,9 @@ import pytest
 from causal_models import causal
 
 from xformer import finetune, pretrained
-from xformer.backends import _INSTALL
 from xformer.backends.cupy.packages import LIBRARIES
 from xformer.cli import main, train
+from xformer.dispatch.registry import INSTALL
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.foreign import require_model
 
@@ -130,7 +130,7 @@ def test_extras_that_are_named_exist() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     named = set(re.findall(r"xformer-array\[([\w,-]+)\]", text))
     assert named and {extra for group in named for extra in group.split(",")} <= extras
-    for hint in (*_INSTALL.values(), *LIBRARIES.values()):
+    for hint in (*INSTALL.values(), *LIBRARIES.values()):
         commands = re.split(r", or for CUDA 12: ", hint)
         for install, what in (shlex.split(command.removeprefix("pip ")) for command in commands):
             assert install == "install" and re.fullmatch(r"[\w-]+(\[[\w-]+\])?", what)

@@ -32,6 +32,7 @@ from xformer import (
 from xformer.backends import Backend
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
 from xformer.dispatch import NoCache, is_inference
+from xformer.dispatch.checks import in_range
 from xformer.layers import EmbedConfig, NormConfig
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.pretrained.tokenizer import tokenizer
@@ -195,7 +196,7 @@ def test_what_returns_no_cache_is_left_alone() -> None:
     )
     with inference():
         assert np.array_equal(ops.random_bits(x, key=key, size=2), bits)
-        assert xf.checks.in_range(np.arange(3), size=3) is True
+        assert in_range(np.arange(3), size=3) is True
         again = xf.layers.kv_cache.append(
             *np.ones((2, 1, 1, 2, 3)), kv_cache=xf.layers.kv_cache.KVCache()
         )

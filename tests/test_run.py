@@ -27,7 +27,7 @@ from runs import NUMPY, begun, opened, rows, trained
 
 import xformer as xf
 from xformer import training
-from xformer.base import lock
+from xformer.base import files, lock
 from xformer.distributed.world import World, threads
 from xformer.training import CheckpointError, Diverged, log, run
 from xformer.training.run import checkpoints, path_of
@@ -579,7 +579,7 @@ def half(arrays: Any, path: Path, **_: Any) -> None:
     [
         (safetensors.numpy, "save_file", half),
         (run, "write_state", full),
-        (xf.files, "_sync", full),
+        (files, "_sync", full),
         (os, "replace", full),
         (run, "append", full),
     ],

@@ -156,7 +156,7 @@ def test_the_length_is_the_context_if_that_is_less() -> None:
     [
         ({"batch": 0}, "batch must be an int of at least 1, got 0"),
         ({"length": 0}, "length must be an int of at least 1, got 0"),
-        ({"length": 17}, "--seq-len must be at most 16"),
+        ({"length": 17}, "length must be at most 16"),
         ({"dtype": "float16"}, "dtype must be float32 or float64, got 'float16'"),
     ],
 )

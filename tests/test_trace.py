@@ -156,6 +156,9 @@ def test_shapes_and_sizes_are_those_of_the_arrays() -> None:
     }
 
 
+BLOCKS = "xformer/layers/blocks_cache.py", "xformer/layers/reversible.py"
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_formulas_and_lines_exist(name: str) -> None:
     steps, _, _ = traced(MODELS[name])
@@ -166,8 +169,8 @@ def test_formulas_and_lines_exist(name: str) -> None:
         assert text.strip().startswith(f"def {'backward' if step.is_backward else step.op}("), step
         assert (
             path in (f"xformer/ops/{step.op}.py", f"xformer/layers/{step.op}.py")
-            or step.op in (*("add_norm", "linear_many", "held", "cos_sin", "constant"),)
-            or (step.op, path) == ("blocks", "xformer/layers/reversible.py")
+            or step.op in (*("add_norm", "linear_many", "barrier", "cos_sin", "constant"),)
+            or (step.op == "blocks" and path in BLOCKS)
         ), step
     assert named(steps, "linear", backward=False)[0].formula == "y = x w + b over the last axis."
     doc = named(steps, "linear", backward=True)[0].formula

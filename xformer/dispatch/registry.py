@@ -16,7 +16,7 @@ NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict", "numba", "mkl")
 ON_NUMPY = ("numba", "mkl")  # further kernels for NumPy arrays, chosen by `xformer.kernels`
 WITH_NUMPY = ("numpy", *ON_NUMPY)
 
-_INSTALL = {
+INSTALL = {
     "cupy": INSTALL_CUDA,
     "torch": "pip install 'xformer-array[torch]'",
     "jax": "pip install 'xformer-array[jax]'",
@@ -116,5 +116,5 @@ def _open(name: str, device: str | None) -> tuple[ModuleType, Backend]:
     except ImportError as error:
         raise Unusable(
             f"backend {name} cannot be used: {error}. Install it with "
-            f"{_INSTALL.get(name, 'its own package')}"
+            f"{INSTALL.get(name, 'its own package')}"
         ) from error
