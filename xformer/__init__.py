@@ -41,7 +41,8 @@ if TYPE_CHECKING:
         unfused,
     )
     from xformer.distributed.world import world
-    from xformer.hooks import edit, per_example, per_example_rule, stepped, watch
+    from xformer.hooks import edit, per_example_rule, stepped, watch
+    from xformer.hooks.per_example import per_example
     from xformer.inspection.trace import trace
     from xformer.models import GPT, Transformer
     from xformer.ops import RandomKey
