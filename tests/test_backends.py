@@ -524,7 +524,7 @@ def test_generator_draws_what_it_says() -> None:
 
 # ---- By name or by object ----
 
-PUBLIC = ("xformer", *(f"xformer.{name}" for name in xf.__all__ if ismodule(getattr(xf, name))))
+PUBLIC = ("xformer", *(m.__name__ for n in xf.__all__ if ismodule(m := getattr(xf, n))))
 GPT = xf.GPT(11, 1, 8, 2, 6)
 TRANSFORMER = xf.Transformer(7, 7, 8, 2, 1, 1, 6)
 IDS = np.arange(12).reshape(2, 6) % 11

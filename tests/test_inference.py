@@ -35,6 +35,7 @@ from xformer.dispatch import NoCache, is_inference
 from xformer.dispatch.checks import in_range
 from xformer.layers import EmbedConfig, NormConfig
 from xformer.models import EncoderDecoder, LanguageModel
+from xformer.ops.barrier import barrier
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.proofs.catalogue import Case, cases
 from xformer.sentences import classify, embed, tag
@@ -201,7 +202,7 @@ def test_what_returns_no_cache_is_left_alone() -> None:
             *np.ones((2, 1, 1, 2, 3)), kv_cache=xf.layers.kv_cache.KVCache()
         )
         assert np.array_equal(again.k, kv_cache.k) and again.length == 2
-        assert xf.layers.checkpoint.held(x, memory=x, key=key, dy=x) == (x, x, key)
+        assert barrier(x, memory=x, key=key, dy=x) == (x, x, key)
 
 
 def test_an_op_says_whether_it_returns_one() -> None:

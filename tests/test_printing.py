@@ -78,7 +78,7 @@ def test_no_type_of_the_library_was_forgotten() -> None:
             if not inspect.isclass(kind) or kind.__module__ != module.name:
                 continue
             is_tree = issubclass(kind, tuple) and name.endswith(KINDS)
-            if is_tree and "showing" not in kind.__repr__.__module__:
+            if is_tree and "printing" not in kind.__repr__.__module__:
                 forgotten.append(kind)
     assert not forgotten
 
