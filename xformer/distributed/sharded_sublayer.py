@@ -30,9 +30,9 @@ def sharded_sublayer(
     `layers.mixture` of some of the hidden units, unchanged: its output is one addend of the whole
     output. The bias of its last linear layer is a part of one addend: only process 0 has it.
 
-    enter, leave: `parallel.enter` and `leave`, or `gather` and `scatter` of the parts of each
+    enter, leave: `distributed.enter` and `leave`, or `gather` and `scatter` of the parts of each
         sequence (sequence parallelism, arXiv:2205.05198)
-    cuts: which parameters every process has (`parallel.shard`)
+    cuts: which parameters every process has (`distributed.shard`)
     Source: arXiv:1909.08053, section 3. Derivation: docs/derivations/collectives.md
     """
 
