@@ -438,6 +438,20 @@ def test_calls_in_one_on_other_trees(library: Backend, graphs: list[Any], build:
     assert [graph.launches for graph in graphs] == [5]
 
 
+def test_deterministic_calls_are_not_the_graph(library: Backend, graphs: list[Any]) -> None:
+    """The graph has the kernels of its first call."""
+    compiled: Any = library.compiled(lambda x: (x * 2, None), ())
+    x = library.asarray(np.ones(3, np.float32))
+    for _ in range(3):
+        compiled(x)
+    launches = [graph.launches for graph in graphs]
+    with library.deterministic(), pytest.warns(RuntimeWarning, match=r"deterministic\(\)"):
+        assert library.to_numpy(compiled(x)[0]).tolist() == [2, 2, 2]
+    assert [graph.launches for graph in graphs] == launches and sum(launches)
+    compiled(x)
+    assert sum(graph.launches for graph in graphs) == sum(launches) + 1
+
+
 # ---- Numbers on the device ----
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from xformer.backends import results as of_calls
 from xformer.backends.cupy.captured import Captured, is_of_device
+from xformer.backends.cupy.index_add import is_deterministic
 from xformer.base import tree
 from xformer.base.keys import Unkeyed, exact
 from xformer.base.namespace import array_namespace
@@ -95,7 +96,10 @@ class Compiled:
         self._kind = self._kind or kind
         if kind != self._kind:
             self._call.is_launched = False
-            self._call.say("trees of another build than at first are computed call by call")
+            self._call.say(
+                "trees of another build than at first, and calls within or without deterministic() "
+                "unlike the first, are computed call by call"
+            )
             return self.fn(*arguments)
         self._step.arguments = arguments
         try:
@@ -127,7 +131,7 @@ class Compiled:
 
     def _read(self, arguments: Sequence[Any]) -> tuple[dict[str, Array], dict[str, Any], list[Any]]:
         """Return the state, the inputs, and the structure of the arguments' trees."""
-        state, inputs, kind = dict[str, Array](), dict[str, Any](), list[Any]()
+        state, inputs, kind = dict[str, Array](), dict[str, Any](), list[Any]([is_deterministic()])
         for i, argument in enumerate(arguments):
             leaves, nodes = tree.parts(argument)
             kind.append(nodes)
