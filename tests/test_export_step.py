@@ -64,6 +64,7 @@ def require_same(
     optimiser: Any = "adamw",
     clip: float | None = 1.0,
     tolerance: float = 1e-9,  # Adam divides by the root of v: rounding of a zero gradient counts
+    norm_tolerance: float = 1e-8,
     **options: Any,
 ) -> None:
     run_options = {"optimiser": optimiser, "clip": clip, **options}
@@ -94,8 +95,7 @@ def require_same(
             new, state = pair.step(new, grads, state, lr=LR, **options.get("options") or {})
         params = tree.join(params, new)
         assert distance(out["loss"], np.asarray(loss)) < tolerance
-        # That of T5 moves by 5e7 roundings of its parameters, after three steps of Adam.
-        assert distance(out["norm"], np.asarray(norm)) < 1e3 * tolerance
+        assert distance(out["norm"], np.asarray(norm)) < norm_tolerance
     for name, p in tree.flatten(params).items():
         assert np.abs(feeds[f"params.{name}"] - tree.value(p)).max() < 1e3 * tolerance, name
     for name, leaf in tree.flatten(state).items():
@@ -109,7 +109,9 @@ def test_decoders(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", T5_NAMES)
 def test_encoder_decoders(name: str, tmp_path: Path) -> None:
-    require_same(*seq2seq(name), tmp_path / "step.onnx")
+    # Parameters of T5 that are off by 3e-16 change the norm by 1.6e-8 after three steps of Adam.
+    options = {"norm_tolerance": 1e-7} if name == "t5" else {}
+    require_same(*seq2seq(name), tmp_path / "step.onnx", **options)
 
 
 OPTIMISERS: dict[str, Any] = {

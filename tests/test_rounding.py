@@ -297,10 +297,11 @@ def test_a_gradient_on_every_library(library: Backend, name: str) -> None:
 # Their results follow a choice (buckets, experts) that a rounding of the scores changes.
 CHOOSE = ("lsh_attention", "experts", "LanguageModel: experts")
 # Rows of q and k that are nearly 0 are scaled to length 1; logits that are sums of larger numbers.
-CANCEL = (
-    *("gated_delta_net: padding", "LanguageModel: gated DeltaNet"),
-    "LanguageModel: discriminator, logits",
-)
+CANCEL = {  # limits of results and of gradients
+    "gated_delta_net: padding": (0.02, 0.15),  # measured: 0.1006
+    "LanguageModel: gated DeltaNet": (0.1, 0.3),
+    "LanguageModel: discriminator, logits": (0.1, 0.3),
+}
 
 
 def relative_error(got: Any, wanted: Any) -> float:
@@ -339,7 +340,7 @@ def test_every_case_in_bfloat16(case: Case) -> None:
         y, grads = both(*args)
     low_y, low_grads = xf.rounded(both, "bfloat16")(*args)
     limits = (0.3, 0.3) if case.name.startswith(CHOOSE) else (0.02, 0.1)
-    limits = (0.1, 0.3) if case.name in CANCEL else limits
+    limits = CANCEL.get(case.name, limits)
     assert relative_error(low_y, y) < limits[0]
     assert relative_error(low_grads, grads) < limits[1]
     assert tree.flatten({"": low_grads}).keys() == tree.flatten({"": grads}).keys()
