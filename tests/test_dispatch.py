@@ -387,7 +387,7 @@ def test_a_reference_without_a_name_is_refused() -> None:
         dispatch.overridable(functools.partial(lambda x, y: x, y=1))
 
 
-# What all kernels need, and what those of gelu need.
+# The first is imported by every backend, the second by the kernels of gelu.
 @pytest.mark.parametrize("missing", ["dispatch.backend", "backends.numpy.logistic"])
 def test_backend_that_cannot_be_imported_raises_every_time(missing: str, tmp_path: Path) -> None:
     code = f"""

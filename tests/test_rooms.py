@@ -1,4 +1,4 @@
-"""tools/rooms.py: the picture of the rooms is that of the code, and a circle is an error."""
+"""tools/rooms.py: the page shows the rooms as they import each other; a circle is an error."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ SITES = 6  # dropout streams of a block
 
 
 class LayerConfig:
-    """Options of `AttentionConfig` as they are where a layer lacks them, for readers of any block.
+    """The configuration of a layer in place of attention inherits from it.
 
-    The configuration of a layer in place of attention inherits from it.
+    Models read these options of every block. Here they are off; a layer that has one overrides it.
     """
 
     window: ClassVar[Any] = None

@@ -227,7 +227,7 @@ def _of_head(
     """The names of the head's tensors, without those of a pooler: the bare model has them too."""
     network, _ = _described(config, names, where)
     if n_own_layers(network) > len(names):
-        return set()  # none that is worth the time of a million layers; `matched_links` refuses it
+        return set()  # `matched_links` refuses it; a million layers would take long
     like = shapes_of(network)
     links = links_for(family, network, like, False, names.__contains__)
     of_head = (link.theirs for link in links if link.ours[0].startswith("head."))

@@ -40,7 +40,7 @@ def head_of(family: Family, config: Mapping[str, Any], where: str) -> str:
 
 
 def n_own_layers(model: Any) -> int:
-    """The number of layers, each of which has tensors of its own; 0 if they share them."""
+    """The number of layers that have their own tensors; 0 if layers share them."""
     if getattr(model, "n_shared_layer_groups", None) is not None:
         return 0
     return sum(len(getattr(model, part, ())) for part in ("blocks", "encoder", "decoder"))

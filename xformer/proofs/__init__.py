@@ -2,7 +2,7 @@
 
 - `gradcheck`: gradients beside numerical or exact derivatives
 - `catalogue`: inputs and options that everything is compared on
-- `digits`: results and gradients beside those of 50 digits
+- `digits`: errors of float64, measured with numbers of 50 digits
 - `foreign`: which functions of the array API are called, and what an array library returns
 """
 

@@ -114,7 +114,7 @@ def prepare(
 
 @contextmanager
 def _named(target: Path) -> Iterator[None]:
-    """A context in which errors of a full disk name the folder, not a file of one that is gone."""
+    """A context in which errors of a full disk name the target, not the removed temporary file."""
     try:
         yield
     except OSError as error:
