@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import math
@@ -34,6 +35,7 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 # What a command prints when some seconds have passed depends on the machine's other work. Tests of
 # it set these.
 progress.PATIENCE = train.EVERY = math.inf
+train.SAMPLE = 20  # a long one takes longer than a short run
 
 if importlib.util.find_spec("jax"):
     # JAX compiles every operation for every shape; small arrays want it done quickly, not well.
@@ -95,6 +97,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         on = getattr(item, "callspec", None)
         if on and on.params.get("library") == "jax" and item.path.name != "test_gradients.py":
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays: garbage need not be looked for in it, in each of many tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _skipped(path: str) -> set[str]:

@@ -115,7 +115,7 @@ def test_draws_follow_the_distribution(t: float, k: int | None) -> None:
         logits = np.where(logits < np.sort(logits)[-k], -np.inf, logits)
     probs = np.exp(logits - logits.max())
     probs /= probs.sum()
-    n = 2000
+    n = 500
     options: dict[str, Any] = {"max_new_tokens": 1, "temperature": t, "top_k": k}
     drawn = Counter(next(sample(GPT, PARAMS, [2, 4], seed=i, **options)) for i in range(n))
     shares = np.array([drawn[i] / n for i in range(7)])

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pages
 import pytest
 from truths import minilm, published
@@ -215,6 +216,24 @@ def the_rounding(printed: str, found: Any) -> None:
     assert "float32: 5.07" in printed
 
 
+def without_norm(printed: str, found: Any) -> None:
+    """What the page says of five models holds for small ones too."""
+    losses, activations, gradients = (
+        {kind: np.array(each[i]) for kind, each in found.items()} for i in range(3)
+    )
+    for kind in ("ReZero", "Fixup"):
+        assert (activations[kind] == activations[kind][0]).all()
+    assert activations["no norms, plain"][-1] > 100 * activations["Fixup"][-1]
+    assert gradients["no norms, plain"][0] > 1e3 * gradients["pre-LN"][0]
+    np.testing.assert_allclose(gradients["Fixup"], gradients["Fixup"].mean(), rtol=0.2)
+    plain, rezero = losses.pop("no norms, plain"), losses.pop("ReZero")
+    assert plain[0] > 1000 and plain[-5:].mean() > 50
+    assert rezero[0] < 6 and rezero[-5:].mean() < rezero[0] - 0.3
+    for kind, each in losses.items():
+        assert each[0] < 6 and each[-5:].mean() < 4.5, kind
+        assert each[-5:].mean() < rezero[-5:].mean() - 0.2, kind
+
+
 def an_onnx_step(printed: str, value: None) -> None:
     first, last = re.findall(r"loss (\S+), norm", printed)
     assert float(first) == pytest.approx(4.5, abs=0.1) and float(last) < 0.6 * float(first)
@@ -333,7 +352,15 @@ PAGES: dict[str, Page] = {
         },
     ),
     "docs/transformer-xl.md": Page(small=TRAIN | {"--max-new-tokens 1000": "--max-new-tokens 10"}),
-    "docs/without-norm.md": Page(small={"LAYERS, STEPS = 24, 100": "LAYERS, STEPS = 10, 20"}),
+    "docs/without-norm.md": Page(
+        small={
+            "LAYERS, STEPS = 24, 100": "LAYERS, STEPS = 10, 20",
+            "d_model=32": "d_model=16",
+        },
+        then="{kind: [np.array(losses[kind]).tolist(), flow.activations.tolist(),"
+        " flow.gradients.tolist()] for kind, flow in flows.items()}",
+        check=without_norm,
+    ),
 }
 # Pages whose blocks print what is shown, without more.
 for _name in ("checkpointing", "optimisers", "reformer", "schedules", "tensor-parallel"):

@@ -366,13 +366,13 @@ def test_a_long_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
 
 def test_a_header_as_long_as_allowed_takes_no_longer_an_entry(tmp_path: Path) -> None:
     def seconds(n: int) -> float:
-        """The least CPU time of three."""
+        """The least CPU time of three, of a long one the only."""
         names = ",".join(f'"{i}":{json.dumps(entry("F32", [0], 0, 0))}' for i in range(n))
         text = b"{" + names.encode() + b"}"
         assert (len(text) > 0.9 * mapped.HEADER_LIMIT) == (n == 65_000)
         (tmp_path / WEIGHTS).write_bytes(pack(text))
         took = []
-        for _ in range(3):
+        for _ in range(3 if n < 10_000 else 1):
             start = time.process_time()
             assert len(open_tensors(tmp_path)) == n
             took.append(time.process_time() - start)

@@ -277,8 +277,8 @@ def test_a_whole_step_keeps_the_weights_in_the_format(name: str) -> None:
     assert state.velocity is None
 
 
-@only("numpy", "numpy-readonly", "array-api-strict", "torch")
-@pytest.mark.parametrize("name", FORMATS)
+@only("numpy-readonly", "array-api-strict", "torch")
+@pytest.mark.parametrize("name", ["bfloat16", "mxfp4"])
 def test_a_gradient_on_every_library(library: Backend, name: str) -> None:
     """Results agree but for a few roundings that fall to the other side."""
     found = []

@@ -38,8 +38,11 @@ def test_a_model_with_recurrent_layers_is_refused() -> None:
             list(speculative(*pair, [1, 2, 3], k=2, max_new_tokens=3))
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "qwen3_5_text"])
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [(name, 3) for name in NAMES if name != "qwen3_5_text"]
+    + [(name, k) for name in ("gpt2", "olmo3", "deepseek_v3") for k in (1, 8)],
+)
 def test_greedy_texts_are_those_of_the_model(name: str, k: int) -> None:
     """Whatever the draft: the model itself, its first layer, one that knows nothing."""
     model, params = causal(name)

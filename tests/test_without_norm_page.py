@@ -1,4 +1,4 @@
-"""docs/without-norm.md: what it says of five models holds for small ones; its table is right."""
+"""docs/without-norm.md: its tables are right, its options exist."""
 
 from __future__ import annotations
 
@@ -15,38 +15,6 @@ from xformer.cli import main
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "without-norm.md").read_text(encoding="utf-8")
 TRAINING, UPDATES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-SMALL = {"LAYERS, STEPS = 24, 100": "LAYERS, STEPS = 10, 20", "d_model=32": "d_model=16"}
-
-
-@pytest.fixture(scope="module")
-def namespace() -> dict[str, Any]:
-    """The names of the first program, with fewer, thinner layers and fewer steps."""
-    code = TRAINING
-    for shown, small in SMALL.items():
-        assert code.count(shown) == 1
-        code = code.replace(shown, small)
-    namespace: dict[str, Any] = {}
-    exec(code, namespace)
-    return namespace
-
-
-def test_all_but_the_plain_model_learn(namespace: dict[str, Any]) -> None:
-    losses = {kind: np.array(each) for kind, each in namespace["losses"].items()}
-    plain, rezero = losses.pop("no norms, plain"), losses.pop("ReZero")
-    assert plain[0] > 1000 and plain[-5:].mean() > 50
-    assert rezero[0] < 6 and rezero[-5:].mean() < rezero[0] - 0.3
-    for kind, each in losses.items():
-        assert each[0] < 6 and each[-5:].mean() < 4.5, kind
-        assert each[-5:].mean() < rezero[-5:].mean() - 0.2, kind
-
-
-def test_outputs_and_gradients_at_the_start(namespace: dict[str, Any]) -> None:
-    flows = namespace["flows"]
-    for kind in ("ReZero", "Fixup"):
-        assert (flows[kind].activations == flows[kind].activations[0]).all()
-    assert flows["no norms, plain"].activations[-1] > 100 * flows["Fixup"].activations[-1]
-    assert flows["no norms, plain"].gradients[0] > 1e3 * flows["pre-LN"].gradients[0]
-    np.testing.assert_allclose(flows["Fixup"].gradients, flows["Fixup"].gradients.mean(), rtol=0.2)
 
 
 def shown() -> list[list[float]]:

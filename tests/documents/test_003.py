@@ -321,7 +321,7 @@ def test_model_gradients_with_every_kind_of_positions(positions: str, mode: str)
     d_positions = 2 if mode == "concat" else None
     options = {"positions": positions, "position_mode": mode, "d_positions": d_positions}
     model, params = model_and_params(**options)
-    xformer.gradcheck(lambda p: model.loss(p, *tokens()), params, elementwise=0).require()
+    xformer.gradcheck(lambda p: model.loss(p, *tokens()), params, alone=False).require()
 
 
 def test_model_gradients_with_a_feed_forward_of_one_map() -> None:

@@ -40,6 +40,7 @@ WRAPPED: Any = {
     "break_long_words": False,
     "break_on_hyphens": False,
 }
+SAMPLE = 300  # tokens that a run prints at its end
 STOPPING = "\nstopping after this step; press Ctrl-C again to stop at once\n"
 
 
@@ -231,7 +232,7 @@ def _conclude(job: Job, state: State, folder: Path, options: argparse.Namespace)
         print(_in_other_units(state.best, job.unit))
     print(f"to resume: {how_to_resume('train', folder, state, job.config)}")
     print(f"\na sample, continuing {job.prompt!r}:\n")
-    _sample(job, opened(train_from.in_folder(folder, options)).params, max_new_tokens=300)
+    _sample(job, opened(train_from.in_folder(folder, options)).params, max_new_tokens=SAMPLE)
     more = f"--model {shlex.quote(str(folder))} --prompt={shlex.quote(job.prompt)}"
     print(f"\nto generate more: xformer generate {more}")
 
