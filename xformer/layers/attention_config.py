@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from xformer.base.typing import Array
 from xformer.dispatch.backend import Generator
@@ -51,6 +51,8 @@ class AttentionConfig:
     # Relative positions of Transformer-XL (arXiv:1901.02860). Each layer has biases of its own.
     xl: bool = False
     dropout: float = 0.0  # of the probabilities
+
+    recurrent: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         plain_numbers(self)

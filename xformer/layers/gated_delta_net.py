@@ -44,6 +44,7 @@ class GatedDeltaNetConfig(LayerConfig):
     eps: float = 1e-6  # of the norm of each head's output
 
     dropout: ClassVar[float] = 0.0
+    recurrent: ClassVar[bool] = True
     cached_width: ClassVar[int] = 0  # numbers of a token that are stored: the state is all
 
     def __post_init__(self) -> None:

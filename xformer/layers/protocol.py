@@ -34,6 +34,7 @@ class LayerConfig:
     softcap: ClassVar[Any] = None
     shaw_max_distance: ClassVar[Any] = None
     xl: ClassVar[bool] = False
+    recurrent: ClassVar[bool] = False  # its state in decoding is a `RecurrentState`
 
 
 @short

@@ -63,8 +63,8 @@ class RecurrentState(NamedTuple):
 
 
 def is_recurrent(config: layers.BlockConfig) -> bool:
-    """Whether a block has a `gated_delta_net` instead of attention."""
-    return isinstance(config.attn, layers.GatedDeltaNetConfig)
+    """Whether a block has a recurrent layer, such as `gated_delta_net`, instead of attention."""
+    return config.attn.recurrent
 
 
 def empty_cache(config: layers.BlockConfig) -> Any:

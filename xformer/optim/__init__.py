@@ -1,20 +1,24 @@
 """Optimisers: pure functions, `params, state = adamw(params, grads, state, lr=...)`."""
 
-from xformer.initializers import normal, xavier_normal, xavier_uniform
-from xformer.optim import schedules
-from xformer.optim.accumulate import accumulate
-from xformer.optim.adafactor import AdafactorState, adafactor, adafactor_init
-from xformer.optim.adam import AdamState, adam, adam_init, adamw, adamw_init
-from xformer.optim.clip import clip_by_global_norm
-from xformer.optim.ema import ema
-from xformer.optim.flat import reduced
-from xformer.optim.lion import LionState, lion, lion_init
-from xformer.optim.loss_scale import LossScale
-from xformer.optim.muon import MuonState, muon, muon_init, newton_schulz
-from xformer.optim.optimiser import OPTIMISERS, Optimiser, Rule, decay_matrices, grouped
-from xformer.optim.schedules import Schedule
-from xformer.optim.sgd import SGDState, sgd, sgd_init
-from xformer.optim.sharded import ShardedState, sharded
+from typing import TYPE_CHECKING
+
+from xformer.base.lazy import later
+
+if TYPE_CHECKING:
+    from xformer.optim import schedules
+    from xformer.optim.accumulate import accumulate
+    from xformer.optim.adafactor import AdafactorState, adafactor, adafactor_init
+    from xformer.optim.adam import AdamState, adam, adam_init, adamw, adamw_init
+    from xformer.optim.clip import clip_by_global_norm
+    from xformer.optim.ema import ema
+    from xformer.optim.flat import reduced
+    from xformer.optim.lion import LionState, lion, lion_init
+    from xformer.optim.loss_scale import LossScale
+    from xformer.optim.muon import MuonState, muon, muon_init, newton_schulz
+    from xformer.optim.optimiser import OPTIMISERS, Optimiser, Rule, decay_matrices, grouped
+    from xformer.optim.schedules import Schedule
+    from xformer.optim.sgd import SGDState, sgd, sgd_init
+    from xformer.optim.sharded import ShardedState, sharded
 
 __all__ = [
     "OPTIMISERS",
@@ -44,12 +48,26 @@ __all__ = [
     "muon",
     "muon_init",
     "newton_schulz",
-    "normal",
     "reduced",
     "schedules",
     "sgd",
     "sgd_init",
     "sharded",
-    "xavier_normal",
-    "xavier_uniform",
 ]
+
+later(
+    __name__,
+    accumulate="accumulate",
+    adafactor="AdafactorState adafactor adafactor_init",
+    adam="AdamState adam adam_init adamw adamw_init",
+    clip="clip_by_global_norm",
+    ema="ema",
+    flat="reduced",
+    lion="LionState lion lion_init",
+    loss_scale="LossScale",
+    muon="MuonState muon muon_init newton_schulz",
+    optimiser="OPTIMISERS Optimiser Rule decay_matrices grouped",
+    schedules="Schedule",
+    sgd="SGDState sgd sgd_init",
+    sharded="ShardedState sharded",
+)
