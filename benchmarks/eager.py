@@ -127,7 +127,7 @@ def network_of(shape: Shape, params: Any) -> Any:
         from benchmarks.eager_transformers import Hugging
 
         return Hugging(shape.model, params)
-    if isinstance(shape.network, LanguageModel):
+    if isinstance(shape.model, LanguageModel):
         return EagerLanguageModel(shape.model, params, shape.dropout)
     return EagerTransformer(shape.model, params)
 
@@ -140,24 +140,23 @@ class EagerLanguageModel(nn.Module):
 
     def __init__(self, model: Any, params: LanguageModelParams, dropped: bool = False) -> None:
         super().__init__()
-        network = model.network
         embed = params.embed
-        self.causal, self.tied = network.causal, params.head is None
+        self.causal, self.tied = model.causal, params.head is None
         self.table = parameter(embed.table)
         self.positions = None if embed.positions is None else parameter(embed.positions)
         self.types = None if embed.types is None else parameter(embed.types)
-        self.embed_norm = None if embed.norm is None else Norm(embed.norm, network.embed.norm)
-        self.dropout = network.embed.dropout if dropped else 0.0
-        pairs = zip(params.stack.blocks, network.blocks, strict=True)
+        self.embed_norm = None if embed.norm is None else Norm(embed.norm, model.embed.norm)
+        self.dropout = model.embed.dropout if dropped else 0.0
+        pairs = zip(params.stack.blocks, model.blocks, strict=True)
         self.blocks = nn.ModuleList(Block(block, config, dropped) for block, config in pairs)
         last = params.stack.norm
-        self.norm = None if last is None else Norm(last, network.blocks[-1].norm)
+        self.norm = None if last is None else Norm(last, model.blocks[-1].norm)
         self.head = None if self.tied else Linear(params.head)
-        if network.rotary is not None:
-            angles = _angles(network.hf_config["max_position_embeddings"], network.rotary)
+        if model.rotary is not None:
+            angles = _angles(model.hf_config["max_position_embeddings"], model.rotary)
             self.register_buffer("cos", angles.cos())
             self.register_buffer("sin", angles.sin())
-        self.has_rope = network.rotary is not None
+        self.has_rope = model.rotary is not None
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the mean loss; without targets, each sequence's mean hidden state, (B, D)."""
@@ -196,19 +195,18 @@ class EagerTransformer(nn.Module):
 
     def __init__(self, model: Any, params: EncoderDecoderParams) -> None:
         super().__init__()
-        self.pad_id, network = model.pad_id, model.network
+        self.pad_id = model.pad_id
         self.src_table = parameter(params.src_embed.table)
         self.tgt_table = parameter(params.tgt_embed.table)
         like = params.src_embed.table.astype(np.float64)
-        positions = sinusoidal(model.max_len, model.d_model, like=like)
+        positions = sinusoidal(model.src_embed.max_len, model.src_embed.d_model, like=like)
         self.register_buffer("positions", torch.tensor(positions))
-        self.encoder = nn.ModuleList(map(Block, params.encoder.blocks, network.encoder))
-        self.decoder = nn.ModuleList(map(Block, params.decoder.blocks, network.decoder))
+        self.encoder = nn.ModuleList(map(Block, params.encoder.blocks, model.encoder))
+        self.decoder = nn.ModuleList(map(Block, params.decoder.blocks, model.decoder))
         self.head = Linear(params.head)
 
-    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+    def forward(self, src: Tensor, tgt: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over the targets that are not padding."""
-        tgt, targets = tgt[:, :-1], tgt[:, 1:]
         src_mask = (src != self.pad_id)[:, None, None, :]
         causal = torch.ones(2 * tgt.shape[1:], dtype=torch.bool, device=tgt.device).tril()
         tgt_mask = (tgt != self.pad_id)[:, None, None, :] & causal

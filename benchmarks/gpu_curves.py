@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer import GPT, backends, reference_only
+from xformer import backends, reference_only
 from xformer.backends import Backend
 from xformer.base import tree
+from xformer.models import LanguageModel
 from xformer.training import Step, TrainConfig, Windows, loss_of, start, texts, train
 
 BYTES = 1 << 20  # of text
@@ -28,9 +29,11 @@ LR = 1e-3
 class Curves(NamedTuple):
     """The models, which read bytes, and the number of steps of their trainings."""
 
-    small: GPT  # trained on the CPU too: in float64, and in float32 with and without kernels
+    small: (
+        LanguageModel  # trained on the CPU too: in float64, and in float32 with and without kernels
+    )
     short: int  # steps of `small`
-    model: GPT
+    model: LanguageModel
     long: int  # steps of `model`, in bfloat16 and in float32
     batch: int
     held_out: int  # batches for validation
@@ -88,7 +91,7 @@ def in_bfloat16(
 def trained(
     backend: Backend,
     c: Curves,
-    model: GPT,
+    model: LanguageModel,
     n_steps: int,
     tick: Callable[[], None],
     *,
@@ -100,8 +103,8 @@ def trained(
     tick: called after each step. dtype: of the weights. precision: of `TrainConfig`.
     """
     data = text()
-    windows = Windows(data[:-HELD_OUT], model.max_len, c.batch)
-    held_out = Windows(data[-HELD_OUT:], model.max_len, c.batch).held_out(c.held_out)
+    windows = Windows(data[:-HELD_OUT], model.context, c.batch)
+    held_out = Windows(data[-HELD_OUT:], model.context, c.batch).held_out(c.held_out)
     options: Any = {"lr": LR, "warmup": n_steps // 10, "eval_every": n_steps}
     config = TrainConfig(n_steps, c.batch, precision=precision, **options)
     params = tree.map(lambda w: backend.asarray(np.asarray(w, dtype)), model.init(0))

@@ -64,7 +64,7 @@ class Texts:
         self.failed, self.keep = failed, keep
         self.rows: dict[str, dict[str, Any]] = {}
         self.written: dict[str, list[list[int]]] = {}  # ids, by name
-        vocab_size = shape.network.embed.vocab_size
+        vocab_size = shape.model.embed.vocab_size
         self.firsts = [(FIRST + i) % vocab_size for i in range(shape.batch)]
         self.asked = {"firsts": self.firsts, "n": shape.length}
 

@@ -31,10 +31,10 @@ def main(shape: str, n_steps: str, n_floats: str) -> int:
     world = xf.world()
     model, batch = MODELS[shape]
     config = TrainConfig(WARM + int(n_steps), batch, accumulate=ACCUMULATE, eval_every=1 << 30)
-    text = np.random.default_rng(0).integers(0, model.vocab_size, 100_000)
+    text = np.random.default_rng(0).integers(0, model.embed.vocab_size, 100_000)
     numpy = xf.backends.get("numpy")
     loss, first = xf.training.loss_of(model), xf.training.start(model.init(0), config)
-    source = Windows(text, model.max_len, config.batch_size)
+    source = Windows(text, model.context, config.batch_size)
     options: Any = {"donate": True, "world": world}
     steps = xf.training.train(loss, first, source, config, numpy, **options)
     ends, losses = zip(*((time.perf_counter(), step.loss) for step in steps), strict=True)

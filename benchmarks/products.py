@@ -119,20 +119,20 @@ def parts(shape: Shape) -> Iterator[Linear | Attention]:
 
 def _parts(shape: Shape, length: int) -> Iterator[Maps | Attention]:
     """Yield the maps and attentions for a batch of sequences (or sources) of `length` tokens."""
-    network, batch = shape.network, shape.batch
+    model, batch = shape.model, shape.batch
     last = shape.target_length or length
-    if isinstance(network, LanguageModel):
-        for config in network.blocks:
-            yield from _block(config, batch, length, causal=network.causal)
+    if isinstance(model, LanguageModel):
+        for config in model.blocks:
+            yield from _block(config, batch, length, causal=model.causal)
     else:
-        for config in network.encoder:
+        for config in model.encoder:
             yield from _block(config, batch, length, causal=False)
-        for config in network.decoder:
+        for config in model.decoder:
             yield from _block(config, batch, last, causal=True)
             yield from _cross(config, batch, last, length)
-    width, head = config.d_model, network.head
+    width, head = config.d_model, model.head
     if isinstance(head, LMHead):
-        embed = network.embed if isinstance(network, LanguageModel) else network.target_embed
+        embed = model.embed if isinstance(model, LanguageModel) else model.target_embed
         yield Maps(batch * last, width, (embed.vocab_size,), adapted=not head.tied)
     elif isinstance(head, Classifier):
         if head.dense is not None:

@@ -16,7 +16,7 @@ from benchmarks import command, report
 from benchmarks.embeddings_page import END
 from xformer import pretrained
 from xformer.cli.summary import inspected
-from xformer.inspection.measure import blocks_of, saved_by_part
+from xformer.inspection.measure import saved_by_part
 from xformer.inspection.summary import LENGTH, context, summary
 from xformer.models import LanguageModel
 from xformer.plots import save
@@ -125,18 +125,17 @@ def assumptions(hardware: Hardware) -> str:
 
 def work(name: str, model: Any, length: int | None = None) -> Work:
     """The work of a decoder, whose last layer stands for all. ValueError for another model."""
-    network = model.network
-    if not isinstance(network, LanguageModel):
-        raise ValueError(f"{name}: must be a decoder, got {type(network).__name__}")
+    if not isinstance(model, LanguageModel):
+        raise ValueError(f"{name}: must be a decoder, got {type(model).__name__}")
     if length is None:
         length = context(model) or LENGTH
     total = summary(model, batch=1, length=length)
 
     def saved(**options: Any) -> dict[str, int]:
-        changed = dataclasses.replace(network, **options)
+        changed = dataclasses.replace(model, **options)
         return saved_by_part(changed, 1, length, "float32")
 
-    blocks = blocks_of(network)
+    blocks = model.blocks
     attn = blocks[-1].attn
     in_bytes = ACTIVATION / 4  # of float32
     lean, full = saved(activation_checkpointing=True), saved(activation_checkpointing=False)

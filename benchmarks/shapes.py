@@ -15,7 +15,6 @@ from xformer.base import tree
 from xformer.base.typing import Array
 from xformer.finetune import lora
 from xformer.initializers import Shapes
-from xformer.inspection.measure import blocks_of
 from xformer.layers import AttentionParams, LoRAParams
 from xformer.models import Classifier, EncoderDecoder, LanguageModel
 
@@ -36,7 +35,7 @@ class Shape:
     """A model with the batch for its training step or its inference."""
 
     name: str
-    model: GPT | Transformer | LanguageModel | EncoderDecoder
+    model: LanguageModel | EncoderDecoder
     batch: int  # B
     length: int  # T; of an encoder-decoder, the source's
     rounds: int  # by default; enough for a stable minimum
@@ -54,11 +53,6 @@ class Shape:
     target_length: int | None = None  # of an EncoderDecoder; None: `length`
     lengths: tuple[int, ...] = ()  # of the batches of one cycle, which is timed as a whole
 
-    @property
-    def network(self) -> Any:
-        """The LanguageModel or EncoderDecoder that `model` (a GPT, say) stands for."""
-        return getattr(self.model, "network", self.model)
-
     def weights(self) -> Any:
         """Return initial weights in float32, plus noise.
 
@@ -67,7 +61,7 @@ class Shape:
         them.
         """
         rng = np.random.default_rng(1)
-        attn = blocks_of(self.network)[0].attn
+        attn = self.model.blocks[0].attn
         unscaled = attn.head_width**-0.5 if attn.scale == 1 else 1.0
 
         def move(p: np.ndarray) -> np.ndarray:
@@ -101,36 +95,35 @@ class Shape:
 
     def batches(self, backend: backends.Backend) -> list[Inputs]:
         """Return the batches of a cycle: one batch, or one for each of `lengths`."""
-        if isinstance(self.network.head, Classifier) and self.training:
+        if isinstance(self.model.head, Classifier) and self.training:
             return [self._classified(backend)]
         return [Inputs(self.data(backend, n), {}) for n in self.lengths or (self.length,)]
 
     def _classified(self, backend: backends.Backend) -> Inputs:
         """Return padded sequences with their labels, and the mask, True for a token."""
-        rng, network = np.random.default_rng(2), self.network
-        ids = self._padded(rng, network.embed.vocab_size, self.length)
-        labels = rng.integers(0, network.head.n_labels, self.batch)
+        rng, model = np.random.default_rng(2), self.model
+        ids = self._padded(rng, model.embed.vocab_size, self.length)
+        labels = rng.integers(0, model.head.n_labels, self.batch)
         arrays = backend.asarray(ids), backend.asarray(labels)
         return Inputs(arrays, {"mask": backend.asarray(ids != 0)})
 
     def data(self, backend: backends.Backend, length: int | None = None) -> tuple[Array, ...]:
         """Return the arguments of `loss` after the parameters: random ids of `length`, targets."""
-        rng, network = np.random.default_rng(2), self.network
+        rng, model = np.random.default_rng(2), self.model
         length = length or self.length
-        if isinstance(network, LanguageModel):
-            size = network.embed.vocab_size
+        if isinstance(model, LanguageModel):
+            size = model.embed.vocab_size
             ids = rng.integers(0, size, (self.batch, length + self.training))
             host = (ids[:, :-1], ids[:, 1:]) if self.training else (ids,)
-        elif isinstance(self.model, EncoderDecoder):
-            size = network.target_embed.vocab_size
-            src = rng.integers(1, network.src_embed.vocab_size, (self.batch, length))
+        elif model.pad_id is None:
+            size = model.target_embed.vocab_size
+            src = rng.integers(1, model.src_embed.vocab_size, (self.batch, length))
             tgt = rng.integers(1, size, (self.batch, (self.target_length or length) + 1))
             host = src, tgt[:, :-1], tgt[:, 1:]
         else:
-            host = (
-                self._padded(rng, network.src_embed.vocab_size, self.length),
-                self._padded(rng, network.tgt_embed.vocab_size, self.length + 1),
-            )
+            src = self._padded(rng, model.src_embed.vocab_size, self.length)
+            tgt = self._padded(rng, model.tgt_embed.vocab_size, self.length + 1)
+            host = src, tgt[:, :-1], tgt[:, 1:]
         return tuple(backend.asarray(np.ascontiguousarray(ids)) for ids in host)
 
     def _padded(self, rng: np.random.Generator, vocab_size: int, length: int) -> np.ndarray:
@@ -141,14 +134,14 @@ class Shape:
 
     def describe(self) -> str:
         """Return one line with the sizes of the model and the batch."""
-        network = self.network
-        block = blocks_of(network)[0]
-        if isinstance(network, LanguageModel):
-            what = "decoder" if network.causal else "encoder"
-            layers, vocab = f"{len(network.blocks)}", f"{network.embed.vocab_size}"
+        model = self.model
+        block = model.blocks[0]
+        if isinstance(model, LanguageModel):
+            what = "decoder" if model.causal else "encoder"
+            layers, vocab = f"{len(model.blocks)}", f"{model.embed.vocab_size}"
         else:
-            what, layers = "encoder-decoder", f"{len(network.encoder)}+{len(network.decoder)}"
-            vocab = f"{network.src_embed.vocab_size}/{network.target_embed.vocab_size}"
+            what, layers = "encoder-decoder", f"{len(model.encoder)}+{len(model.decoder)}"
+            vocab = f"{model.src_embed.vocab_size}/{model.target_embed.vocab_size}"
         heads = f"{block.attn.n_heads}"
         if block.attn.kv_heads != block.attn.n_heads:
             heads += f"/{block.attn.kv_heads}"

@@ -301,7 +301,7 @@ def saved_bytes() -> Path:
     }
     figure, ((axes,),) = panels(1, 1, (8, 3.4))
     for i, (name, options) in enumerate(kinds.items()):
-        models = (GPT(256, n, 128, 4, 128, **options).network for n in depths)
+        models = (GPT(256, n, 128, 4, 128, **options) for n in depths)
         saved = [sum(saved_by_part(model, 8, 128, "float32").values()) for model in models]
         axes.plot(depths, [n / 1e6 for n in saved], **line_of(i), **POINTS, label=name)
     axes.set(

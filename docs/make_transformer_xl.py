@@ -17,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from xformer import GPT, backends, training
+from xformer.models import LanguageModel
 from xformer.training import Corpus, Streams, TrainConfig
 
 SEGMENT = 8  # tokens of a segment, T
@@ -43,7 +44,7 @@ def trained(corpus: Corpus, memory_len: int, steps: int) -> tuple[GPT, Any]:
     return model, state.params
 
 
-def evaluated(model: GPT, params: Any, corpus: Corpus, memory_len: int) -> float:
+def evaluated(model: LanguageModel, params: Any, corpus: Corpus, memory_len: int) -> float:
     """The validation loss in nats a byte, after a memory of `memory_len` tokens."""
     loss = training.segment_loss_of(dataclasses.replace(model, memory_len=memory_len))
     held_out = Streams(corpus.validation, SEGMENT, ROWS).held_out(BATCHES)

@@ -208,11 +208,10 @@ def lively(model: Any, seed: int) -> Any:
 def require_other_arrays(library: Backend, name: str, change: str, dtype: str) -> None:
     """A text of changed arrays goes on as one that has never had others."""
     model, params = causal(name)
-    network = getattr(model, "network", model)
     params = tree.map(lambda p: library.asarray(p, dtype), params)
     tokens = np.random.default_rng(0).integers(0, V, (2, 9))
-    _, state = network.decode(params, library.asarray(tokens[:, :7]), network.init_state())
-    _, state = network.decode(params, library.asarray(tokens[:, 7:8]), state)
+    _, state = model.decode(params, library.asarray(tokens[:, :7]), model.init_state())
+    _, state = model.decode(params, library.asarray(tokens[:, 7:8]), state)
     assert all(layer.storage is not None for layer in state.kv_cache)
     changed = [
         [CHANGES[change](library.xp, a) for a in kv_cache[:2]] for kv_cache in state.kv_cache
@@ -220,7 +219,7 @@ def require_other_arrays(library: Backend, name: str, change: str, dtype: str) -
     length = state.length - (change == "without the last token")
     new = library.asarray(tokens[: changed[0][0].shape[0], 8:])
     got, wanted = (
-        network.decode(params, new, state._replace(kv_cache=kv_cache, length=length))
+        model.decode(params, new, state._replace(kv_cache=kv_cache, length=length))
         for kv_cache in (
             tuple(p._replace(k=k, v=v) for p, (k, v) in zip(state.kv_cache, changed, strict=True)),
             tuple(KVCache(k, v) for k, v in changed),

@@ -19,7 +19,8 @@ from xformer.backends import Backend
 from xformer.training import Run, State, Step, TrainConfig
 
 NUMPY = xf.backends.get("numpy")
-MODEL = xf.GPT(vocab_size=16, n_layers=1, d_model=8, n_heads=2, max_len=8, dropout=0.1)
+SIZES: Any = {"vocab_size": 16, "n_layers": 1, "d_model": 8, "n_heads": 2, "max_len": 8}
+MODEL = xf.GPT(**SIZES, dropout=0.1)
 TOKENS = np.random.default_rng(0).integers(0, 16, 600).cumsum() % 16  # not all alike
 CONFIG = TrainConfig(
     steps=30, batch_size=3, accumulate=2, lr=1e-2, warmup=3, ema=0.9, eval_every=4, seed=5
@@ -28,11 +29,11 @@ ABOUT: dict[str, Any] = {"model": {"layers": 1}, "data": "tokens"}
 
 
 def source(config: TrainConfig = CONFIG) -> training.Windows:
-    return training.Windows(TOKENS[:500], MODEL.max_len, config.batch_size, config.seed)
+    return training.Windows(TOKENS[:500], MODEL.context, config.batch_size, config.seed)
 
 
 def held_out() -> list[training.Batch]:
-    return list(training.Windows(TOKENS[500:], MODEL.max_len, 4, 0).held_out(2))
+    return list(training.Windows(TOKENS[500:], MODEL.context, 4, 0).held_out(2))
 
 
 def begun(config: TrainConfig = CONFIG, place: Backend = NUMPY) -> State:

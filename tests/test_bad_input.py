@@ -30,7 +30,7 @@ from xformer.layers import (
     KeyValueParams,
     LinearParams,
 )
-from xformer.models import LanguageModel, LMHead
+from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.proofs import catalogue
 
 KEY = xformer.RandomKey(3, 1)
@@ -1318,9 +1318,8 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         "block: norm_placement must be one of pre, post, sandwich, output, none, got 'x'",
     ),
     (xformer.Transformer, {"activation": "x"}, ACTIVATIONS),
-    (xformer.Transformer, {"pad_id": -1}, "Transformer: pad_id must lie in [0, 11), got -1"),
-    (xformer.Transformer, {"pad_id": 11}, "Transformer: pad_id must lie in [0, 11), got 11"),
-    (xformer.Transformer, {"pad_id": None}, "Transformer: pad_id must lie in [0, 11), got None"),
+    (xformer.Transformer, {"pad_id": -1}, "EncoderDecoder: pad_id must lie in [0, 11), got -1"),
+    (xformer.Transformer, {"pad_id": 11}, "EncoderDecoder: pad_id must lie in [0, 11), got 11"),
     (
         xformer.Transformer,
         {"position_mode": "qkv", "d_value": 3},
@@ -1382,12 +1381,12 @@ def test_parameters_of_another_configuration() -> None:
 # ---- Models ----
 
 
-def gpt() -> tuple[xformer.GPT, Any]:
+def gpt() -> tuple[LanguageModel, Any]:
     model = xformer.GPT(**GPT)
     return model, model.init(dtype="float64")
 
 
-def transformer(**options: Any) -> tuple[xformer.Transformer, Any]:
+def transformer(**options: Any) -> tuple[EncoderDecoder, Any]:
     model = xformer.Transformer(**(TRANSFORMER | options))
     return model, model.init(dtype="float64")
 
@@ -1414,14 +1413,12 @@ def test_tokens(tokens: Any, error: Any, message: str) -> None:
     with raises(error, message):
         model.loss(params, tokens, tokens)
     network, params = transformer(tgt_vocab_size=11)
-    message = message.replace("LanguageModel: tokens must be", "Transformer: src must be")
+    message = message.replace("LanguageModel: tokens must be", "EncoderDecoder: src must be")
     message = message.replace("be an array", "be an integer array")
     with raises(error, message):
-        network.forward(params, tokens, TOKENS)
+        network.encode(params, tokens)
     with raises(error, message.replace("src", "tgt")):
-        network.forward(params, TOKENS, tokens)
-    with raises(error, message.replace("Transformer", "generate")):
-        network.generate(params, tokens, start_id=1, end_id=2, max_new_tokens=3)
+        network.decode_target(params, *network.encode(params, TOKENS)[0], tokens)
 
 
 def test_targets() -> None:
@@ -1448,44 +1445,6 @@ def test_sources_and_targets() -> None:
         "EncoderDecoder: src and tgt must have one batch size, got shapes (2, 4) and (1, 4)",
     ):
         model.forward(params, TOKENS, TOKENS[:1])
-    for length in (0, 1):
-        with raises(ValueError, f"loss: tgt must hold at least 2 tokens, got shape (2, {length})"):
-            model.loss(params, TOKENS, TOKENS[:, :length])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"start_id": 13}, "start_id must lie in [0, 13), got 13"),
-        ({"start_id": -1}, "start_id must lie in [0, 13), got -1"),
-        ({"end_id": 13}, "end_id must lie in [0, 13), got 13"),
-        ({"end_id": -1}, "end_id must lie in [0, 13), got -1"),
-        ({"start_id": 1.0}, "start_id must lie in [0, 13), got 1.0"),
-        ({"max_new_tokens": -1}, "max_new_tokens must be an int of at least 0, got -1"),
-        ({"max_new_tokens": None}, "max_new_tokens must be an int of at least 0, got None"),
-    ],
-)
-def test_generate(options: dict[str, Any], message: str) -> None:
-    model, params = transformer()
-    with raises(ValueError, f"generate: {message}"):
-        model.generate(
-            params, TOKENS, **({"start_id": 1, "end_id": 2, "max_new_tokens": 3} | options)
-        )
-
-
-def test_generate_nothing(library: Backend) -> None:
-    model, params = transformer()
-    params = tree.map(library.asarray, params)
-    options = {"start_id": 1, "end_id": 2}
-    src = library.asarray(TOKENS)
-    assert tuple(model.generate(params, src, max_new_tokens=0, **options).shape) == (2, 0)
-    no_tokens, padding = np.zeros((2, 0), int), np.zeros((2, 3), int)
-    for tokens in few(library, (no_tokens, padding, TOKENS[:0], TOKENS)):
-        new = model.generate(params, library.asarray(tokens), max_new_tokens=1, **options)
-        assert tuple(new.shape) == (len(tokens), 1)
-    for tokens in few(library, (TOKENS, padding), 0):
-        new = model.generate(params, library.asarray(tokens), max_new_tokens=100, **options)
-        assert new.shape[1] <= model.max_len
 
 
 def test_parameters_of_another_library(library: Backend) -> None:
@@ -1518,7 +1477,7 @@ def test_models_of_nothing(library: Backend) -> None:
         params = tree.map(library.asarray, params)
         longer = library.asarray(np.ones((b, t + 1), int))
         if t:
-            loss = network.loss(params, tokens, longer)
+            loss = network.loss(params, tokens, longer[:, :-1], longer[:, 1:])
             check_loss(library, loss, params, empty=b == 0)
         logits, cache = network.forward(params, tokens, longer)  # t = 0: an empty source
         assert np.isfinite(library.to_numpy(logits)).all()
@@ -1545,7 +1504,8 @@ def check_gradients(library: Backend, grads: Any, params: Any, empty: bool) -> N
 def test_padding_alone_gives_zero() -> None:
     model, params = transformer()
     padding = np.zeros((2, 4), int)
-    check_loss(backends.get(), model.loss(params, padding, padding), params, empty=True)
+    result = model.loss(params, padding, padding, padding)
+    check_loss(backends.get(), result, params, empty=True)
 
 
 # ---- Upstream gradients ----

@@ -39,7 +39,7 @@ def small(name: str) -> Shape:
         config, sizes = FAMILIES[name]
         model = pretrained.model(config | sizes)
         return replace(shape, model=model, target_length=shape.target_length and 5)
-    model = GPT(11, 1, 8, 2, max_len=12, dropout=shape.model.dropout)
+    model = GPT(11, 1, 8, 2, max_len=12, dropout=shape.model.blocks[0].dropout)
     shape = replace(shape, model=model, lengths=(9, 4, 7) if shape.lengths else ())
     return replace(shape, lora_rank=2 if shape.lora_rank else None)
 

@@ -60,9 +60,8 @@ def test_decoders(name: str) -> None:
     model, params = causal(name)
     tokens, _ = texts()
     want, _ = model.forward(params, tokens)
-    network = getattr(model, "network", model)
     np.testing.assert_allclose(
-        np.concatenate(grown(network, params, tokens, None), axis=1), want, **EXACT
+        np.concatenate(grown(model, params, tokens, None), axis=1), want, **EXACT
     )
 
 
@@ -71,8 +70,7 @@ def test_decoders_with_padding_on_the_left(name: str) -> None:
     """Each row is what it would be alone, too."""
     model, params = causal(name)
     tokens, keep = texts()
-    network = getattr(model, "network", model)
-    got = np.concatenate(grown(network, params, tokens, keep), axis=1)
+    got = np.concatenate(grown(model, params, tokens, keep), axis=1)
     want, _ = model.forward(params, tokens, mask=keep)
     np.testing.assert_allclose(got[keep], want[keep], **EXACT)
     for row, n in enumerate(PADS):
@@ -88,7 +86,7 @@ FIXED += [(n, False) for n in ("gpt2", "llama", "mistral")]  # without padding
 def test_fixed_columns(library: Backend, name: str, padded: bool) -> None:
     """Where a text is and how long is an array; the logits are those of a text that grows."""
     model, params = causal(name)
-    model, params = getattr(model, "network", model), tree.map(library.asarray, params)
+    params = tree.map(library.asarray, params)
     tokens, keep = (library.asarray(a) for a in texts())
     own = {"mask": keep[:, :8]} if padded else {}
     _, state = model.decode(params, tokens[:, :8], model.init_state(), **own)
@@ -136,7 +134,7 @@ FORGETTING = [(name, padded) for name, padded in FIXED if name != "qwen3_5_text"
 def test_fixed_columns_of_several_tokens(library: Backend, name: str, padded: bool) -> None:
     """Logits after each of them, also in the place of others that were read and forgotten."""
     model, params = causal(name)
-    model, params = getattr(model, "network", model), tree.map(library.asarray, params)
+    params = tree.map(library.asarray, params)
     tokens, keep = (library.asarray(a) for a in texts())
     own = {"mask": keep[:, :8]} if padded else {}
     _, state = model.decode(params, tokens[:, :8], model.init_state(), **own)
@@ -174,36 +172,35 @@ def test_what_fixed_columns_do_not_take() -> None:
 def test_targets_in_fixed_columns(library: Backend, name: str) -> None:
     """And sources in more columns, which change nothing."""
     model, params = seq2seq(name)
-    network, params = getattr(model, "network", model), tree.map(library.asarray, params)
+    params = tree.map(library.asarray, params)
     tokens, keep = (library.asarray(a) for a in texts())
     for mask in (None, keep):
-        state = network.init_state(params, tokens, src_mask=mask)
-        _, state = network.decode(params, tokens[:, :5], state)
-        want, _ = network.decode(params, tokens[:, 5:9], state, all_logits=True)
+        state = model.init_state(params, tokens, src_mask=mask)
+        _, state = model.decode(params, tokens[:, :5], state)
+        want, _ = model.decode(params, tokens[:, 5:9], state, all_logits=True)
         fixed = state.preallocate(12).wider(T + 3)
-        _, fixed = network.decode(params, tokens[:, :2], fixed)
-        fixed, got = network.truncate(fixed, 2), []
+        _, fixed = model.decode(params, tokens[:, :2], fixed)
+        fixed, got = model.truncate(fixed, 2), []
         for part in (slice(5, 6), slice(6, 9)):
-            logits, fixed = network.decode(params, tokens[:, part], fixed, all_logits=True)
+            logits, fixed = model.decode(params, tokens[:, part], fixed, all_logits=True)
             got.append(library.to_numpy(logits))
         np.testing.assert_allclose(np.concatenate(got, axis=1), library.to_numpy(want), **EXACT)
     with pytest.raises(ValueError, match=r"preallocate: n must be at least the 5 tokens there are"):
         state.preallocate(4)
-    if network.context is not None:
-        with pytest.raises(ValueError, match=f"at most {network.context} tokens fit max_len"):
-            network.decode(params, tokens[:, :1], state.preallocate(network.context + 1))
+    if model.context is not None:
+        with pytest.raises(ValueError, match=f"at most {model.context} tokens fit max_len"):
+            model.decode(params, tokens[:, :1], state.preallocate(model.context + 1))
 
 
 @pytest.mark.parametrize("name", T5_NAMES)
 def test_encoder_decoders(name: str) -> None:
     model, params = seq2seq(name)
-    network = getattr(model, "network", model)
     src, mask = texts()
     mask = mask[:, ::-1].copy()  # sources are padded on the right
     tokens = np.random.default_rng(2).integers(1, V, (B, T))
-    want, _ = network.forward(params, src, tokens, src_mask=mask)
-    state = network.init_state(params, src, src_mask=mask)
-    got = np.concatenate(grown(network, params, tokens, None, state), axis=1)
+    want, _ = model.forward(params, src, tokens, src_mask=mask)
+    state = model.init_state(params, src, src_mask=mask)
+    got = np.concatenate(grown(model, params, tokens, None, state), axis=1)
     np.testing.assert_allclose(got, want, **EXACT)
 
 
@@ -232,17 +229,16 @@ def test_a_past_that_was_given_other_arrays(library: Backend, name: str, change:
 def test_a_state_is_rewound(name: str) -> None:
     """What was written after the tokens that are forgotten leaves no trace."""
     model, params = causal(name)
-    network = getattr(model, "network", model)
     tokens, keep = texts()
     mask = {"mask": keep[:, :9]} if name in MASKED else {}
-    _, before = network.decode(params, tokens[:, :9], network.init_state(), **mask)
-    _, longer = network.decode(params, tokens[:, ::-1][:, :5].copy(), before)
+    _, before = model.decode(params, tokens[:, :9], model.init_state(), **mask)
+    _, longer = model.decode(params, tokens[:, ::-1][:, :5].copy(), before)
     for n in range(6):
-        state = network.truncate(longer, n)
+        state = model.truncate(longer, n)
         assert state.length == 14 - n
         shorter = tokens[:, ::-1][:, : 5 - n].copy()
-        _, want = network.decode(params, shorter, before) if n < 5 else (None, before)
-        got, after = (network.decode(params, tokens[:, 9:12], s)[0] for s in (state, want))
+        _, want = model.decode(params, shorter, before) if n < 5 else (None, before)
+        got, after = (model.decode(params, tokens[:, 9:12], s)[0] for s in (state, want))
         np.testing.assert_allclose(got, after, **EXACT)
 
 
@@ -298,14 +294,13 @@ def test_texts_that_are_not_those_of_the_state() -> None:
 @pytest.mark.parametrize("name", MASKED)
 def test_more_padding_and_less_change_nothing(name: str) -> None:
     model, params = causal(name)
-    network = getattr(model, "network", model)
     tokens, keep = texts()
-    _, state = network.decode(params, tokens[:, :9], network.init_state(), mask=keep[:, :9])
-    want, _ = network.decode(params, tokens[:, 9:10], state)
+    _, state = model.decode(params, tokens[:, :9], model.init_state(), mask=keep[:, :9])
+    want, _ = model.decode(params, tokens[:, 9:10], state)
     wider = state.padded(20)
-    got, after = network.decode(params, tokens[:, 9:10], wider)
+    got, after = model.decode(params, tokens[:, 9:10], wider)
     assert (wider.length, after.length) == (20, 21)
     np.testing.assert_allclose(got, want, **EXACT)
-    got, after = network.decode(params, tokens[:, 9:10], wider.padded(9))
+    got, after = model.decode(params, tokens[:, 9:10], wider.padded(9))
     assert after.length == 10
     np.testing.assert_allclose(got, want, **EXACT)

@@ -61,7 +61,7 @@ def test_a_value_that_is_no_known_name_is_refused(value: Any) -> None:
         (lambda: named_vocabulary("charcters"), "characters"),
         (lambda: named_vocabulary("byte"), "bytes"),
         (lambda: finetune.task("classfy", GPT, None), "classify"),
-        (lambda: ledger(GPT.network, batch=1, length=2, optimiser="adamv"), "adam"),
+        (lambda: ledger(GPT, batch=1, length=2, optimiser="adamv"), "adam"),
         (lambda: pretrained.model({"model_type": "lama"}), "llama"),
         (
             lambda: pretrained.model({"model_type": "llama", "architectures": ["LlamaForCausaLM"]}),

@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {"vocab_size": 32, "d_model": 32, "n_heads": 4, "max_len
 
 def network(chunk_len: int | None, **options: Any) -> LanguageModel:
     """A GPT whose feed-forward networks run in chunks."""
-    model = GPT(n_layers=2, **SIZES | options).network
+    model = GPT(n_layers=2, **SIZES | options)
     ffn = dataclasses.replace(model.blocks[0].ffn, chunk_len=chunk_len)
     return dataclasses.replace(model, blocks=(dataclasses.replace(model.blocks[0], ffn=ffn),) * 2)
 

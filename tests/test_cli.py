@@ -72,8 +72,8 @@ def test_positions(mode: str, text: Path, capsys: pytest.CaptureFixture[str]) ->
     chosen = ["--positions", "sinusoidal", "--position-mode", mode]
     assert main([*usual, *chosen, "--out", "a"]) == 0
     model, params = training.load("a", backends.get("numpy"))
-    assert isinstance(model, xformer.GPT)
-    assert (model.positions, model.position_mode) == ("sinusoidal", mode)
+    assert isinstance(model, xformer.models.LanguageModel)
+    assert (model.embed.positions, model.embed.mode) == ("sinusoidal", mode)
     assert (params.embed.project is not None) == (mode == "concat")
     assert params.embed.positions is None
     assert main(["train", "--resume", "a", "--steps", "3"]) == 0

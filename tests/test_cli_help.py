@@ -12,7 +12,7 @@ from xformer.cli import main
 from xformer.cli.command_line import COMMANDS, command_parser
 from xformer.cli.train_options import PRESETS
 from xformer.inspection.summary import summary
-from xformer.models import GPT
+from xformer.models import GPT, LanguageModel
 
 NAMES = tuple(COMMANDS)
 
@@ -144,7 +144,7 @@ def test_a_command_without_its_options_names_them(capsys: pytest.CaptureFixture[
 def test_the_help_is_made_only_to_be_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(GPT, "init_from", None)  # counting parameters would fail
+    monkeypatch.setattr(LanguageModel, "init_from", None)  # counting parameters would fail
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--steps", "0"]) == 1
     assert "--steps must be" in capsys.readouterr().err

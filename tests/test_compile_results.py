@@ -110,7 +110,6 @@ def test_gradients_leave(library: Backend) -> None:
 def test_a_growing_state(library: Backend, name: str) -> None:
     """Its length is a number: what the model reads from it is never the number of another call."""
     model, params = causal("llama" if name == "padded" else name)
-    model = getattr(model, "network", model)
     params = on(library, tree.map(lambda p: p.astype(np.float32), params))
     compiled = xf.compile(lambda p, t, s: model.decode(p, t, s))
     mask = {"mask": library.asarray(np.arange(3) > [[0], [1]])} if name == "padded" else {}

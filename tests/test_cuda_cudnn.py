@@ -474,7 +474,7 @@ TEXT = np.frombuffer(b"to be or not to be, that is the question " * 20, np.uint8
 
 def losses(library: Backend, **options: Any) -> list[float]:
     config = TrainConfig(steps=3, batch_size=1, eval_every=3, lr=1e-2, precision="bfloat16")
-    source = Windows(TEXT, MODEL.max_len, config.batch_size)
+    source = Windows(TEXT, MODEL.context, config.batch_size)
     params = tree.map(library.asarray, MODEL.init(0))
     run = train(loss_of(MODEL), start(params, config), source, config, library, **options)
     return [step.loss for step in run]

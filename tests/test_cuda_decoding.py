@@ -295,13 +295,11 @@ def test_a_graph_is_a_tokens_launches(
 ) -> None:
     """Kernels and products of `extend`; keys and values are written once, in place."""
     params = lively(library, GPT)
-    state = GPT.network.decode(params, library.asarray(np.asarray(EVEN)), GPT.network.init_state())[
-        1
-    ]
+    state = GPT.decode(params, library.asarray(np.asarray(EVEN)), GPT.init_state())[1]
     with calling(CublasLt()) as lt:
         fixed = state.preallocate(10)
         launched.clear()
-        GPT.network.decode(params, library.asarray(np.asarray([[1], [2]])), fixed)
+        GPT.decode(params, library.asarray(np.asarray([[1], [2]])), fixed)
         wanted = [(name, grid) for name, grid, _ in launched], len(lt.products)
     list(stream(GPT, params, EVEN, max_new_tokens=8, compiled=True))
     (graph,) = notes
@@ -371,11 +369,12 @@ def test_how_many_tokens_a_call_decodes(
 ) -> None:
     """As many as read what a GPU reads in about 50 ms, at least one."""
     params = lively(library, GPT)
-    slots = 256 * 2 * 2 * GPT.n_kv_heads * (GPT.d_model // GPT.n_heads) * 4
+    attn = GPT.blocks[0].attn
+    slots = 256 * 2 * 2 * attn.n_kv_heads * attn.head_width * 4
     size = tree.nbytes(params) + len(EVEN) * slots  # bytes that a token reads
     for reads, most in ((0, 1), (size - 1, 1), (3 * size, 3), (99 * size, 64)):
         monkeypatch.setitem(on_host.READ, True, reads)
-        tokens = on_host.compiled_tokens("generate", GPT.network, params, 300, asked=True)
+        tokens = on_host.compiled_tokens("generate", GPT, params, 300, asked=True)
         assert tokens is not None
         tokens.is_greedy = True
         tokens.begin(prefill(GPT, params, EVEN).state)
@@ -433,7 +432,7 @@ def test_frequencies_that_go_by_the_length(library: Backend, graphs: list[Any]) 
 def _with_rotary(model: Any, rope: Any) -> Any:
     from dataclasses import replace
 
-    return replace(getattr(model, "network", model), rotary=rope)
+    return replace(model, rotary=rope)
 
 
 @pytest.mark.parametrize(

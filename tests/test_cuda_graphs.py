@@ -61,8 +61,8 @@ def run(
     library: Backend, config: TrainConfig, compiled: bool, *, source: Any = None, **options: Any
 ) -> tuple[list[Any], dict[str, bytes]]:
     """Numbers of every step, and the bytes of the last state."""
-    source = source or Windows(TEXT, GPT.max_len, config.batch_size)
-    held_out = list(Windows(TEXT, GPT.max_len, 2).held_out(1))
+    source = source or Windows(TEXT, GPT.context, config.batch_size)
+    held_out = list(Windows(TEXT, GPT.context, 2).held_out(1))
     state = options.pop("state", None)
     if state is None:
         state = start(tree.map(library.asarray, GPT.init(0)), config)
@@ -111,7 +111,7 @@ def test_targets_that_are_ignored(library: Backend, graphs: list[Any]) -> None:
 
     config = TrainConfig(**{**vars(CONFIG), "accumulate": 2})
     options: Any = {"loss": loss_of(GPT, ignore_index=-1), "held_out": []}
-    source = Ignoring(Windows(TEXT, GPT.max_len, 2), 0)
+    source = Ignoring(Windows(TEXT, GPT.context, 2), 0)
     wanted = run(library, config, False, source=source, **options)
     assert run(library, config, True, source=source, **options) == wanted
     assert graphs[0].launches == config.steps - 1
@@ -122,7 +122,7 @@ def test_a_graph_is_the_steps_launches(
 ) -> None:
     """Kernels and products of a step, in their order; nothing is done when they are noted."""
     config = TrainConfig(**{**vars(CONFIG), "eval_every": 99, "steps": 2})
-    source, loss = Windows(TEXT, GPT.max_len, 2), loss_of(GPT)
+    source, loss = Windows(TEXT, GPT.context, 2), loss_of(GPT)
     with calling(CublasLt()) as lt:
         state = start(tree.map(library.asarray, GPT.init(0)), config)
         launched.clear()
@@ -178,7 +178,7 @@ def test_batches_of_another_shape(library: Backend, graphs: list[Any]) -> None:
         def batch(self, i: int) -> Batch:
             return super().batch(i) if i in (2, 3) else self.source.batch(i)
 
-    source = Some(Windows(TEXT, GPT.max_len, 2), 0)
+    source = Some(Windows(TEXT, GPT.context, 2), 0)
     for name in ("adamw", "sgd"):
         config = TrainConfig(**{**vars(CONFIG), **CONFIGS[name]})
         wanted = run(library, config, False, source=source)
@@ -256,8 +256,8 @@ def test_a_run_goes_on(library: Backend, graphs: list[Any], tmp_path: Any) -> No
 
     wanted = run(library, CONFIG, True)
     source, held_out = (
-        Windows(TEXT, GPT.max_len, 2),
-        list(Windows(TEXT, GPT.max_len, 2).held_out(1)),
+        Windows(TEXT, GPT.context, 2),
+        list(Windows(TEXT, GPT.context, 2).held_out(1)),
     )
     state = start(tree.map(library.asarray, GPT.init(0)), CONFIG)
     options: Any = {"held_out": held_out, "donate": True, "deterministic": True, "compiled": True}
@@ -278,7 +278,7 @@ def test_ids_are_checked_before_each_step(library: Backend, graphs: list[Any]) -
             return batch if i < 2 else batch._replace(arrays=(batch.arrays[0] + 256, *batch.arrays))
 
     with pytest.raises(ValueError, match="ids of array 1 of the batch"):
-        run(library, CONFIG, True, source=Wrong(Windows(TEXT, GPT.max_len, 2), 0))
+        run(library, CONFIG, True, source=Wrong(Windows(TEXT, GPT.context, 2), 0))
     assert graphs[0].launches == 1
 
 
@@ -296,7 +296,7 @@ def test_its_memory_goes_with_it(library: Backend, graphs: list[Any]) -> None:
     gc.collect()
     before = memories(library, graphs)()
     state = start(tree.map(library.asarray, GPT.init(0)), CONFIG)
-    source = Windows(TEXT, GPT.max_len, 2)
+    source = Windows(TEXT, GPT.context, 2)
     steps = train(loss_of(GPT), state, source, CONFIG, library, donate=True, compiled=True)
     kept = [next(steps) for _ in range(2)][-1]
     held = memories(library, graphs)

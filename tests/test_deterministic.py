@@ -66,7 +66,7 @@ def test_training(library: Backend, precision: str | None) -> None:
     config = TrainConfig(
         steps=4, batch_size=2, accumulate=2, ema=0.9, eval_every=2, precision=precision
     )
-    source = Windows(text, GPT.max_len, config.batch_size)
+    source = Windows(text, GPT.context, config.batch_size)
     held_out = list(source.held_out(2))
 
     def run() -> tuple[list[float], dict[str, bytes]]:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import xformer as xf
 from xformer import backends, export, optim, pretrained, training, tree
 from xformer.layers import EmbedConfig, ExpertsConfig
-from xformer.models import LanguageModel, Transformer
+from xformer.models import LanguageModel
 
 GPT: dict[str, Any] = {"vocab_size": V, "n_layers": 2, "d_model": 12, "n_heads": 3, "max_len": 16}
 DATA = np.random.default_rng(0)
@@ -36,9 +36,7 @@ def ids(*shape: int) -> np.ndarray:
 def batch(model: Any, i: int) -> dict[str, np.ndarray]:
     """A batch of another size in each step."""
     n, length = (3, 2, 5)[i % 3], (7, 12, 4)[i % 3]
-    if isinstance(model, Transformer):
-        return {"src": ids(n, length), "tgt": ids(n, 17 - length)}
-    if isinstance(model.network, LanguageModel):
+    if isinstance(model, LanguageModel):
         return {"tokens": ids(n, length), "targets": ids(n, length)}
     return {"src": ids(n, length), "tgt": ids(n, 9), "targets": ids(n, 9)}
 
@@ -321,7 +319,4 @@ def test_bad_options(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             export.onnx_step(model, params, path, **options)  # type: ignore[arg-type]
-    pair = xf.Transformer(11, 11, 6, 2, 1, 1, 8)
-    with pytest.raises(ValueError, match="onnx_step: a Transformer has no mask"):
-        export.onnx_step(pair, pair.init(), path, mask=True)
     assert not any(tmp_path.iterdir())

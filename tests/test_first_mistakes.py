@@ -20,28 +20,31 @@ X = np.ones((2, 3, 8), np.float32)
 Q = np.ones((2, 2, 3, 4), np.float32)
 ENCODER = models.LanguageModel(
     layers.EmbedConfig(vocab_size=13, width=8, d_model=8, max_len=8),
-    GPT.network.blocks,
+    GPT.blocks,
     causal=False,
 )
 OF_ENCODER = ENCODER.init(0)
 WANTED = "params must be LanguageModelParams, as from model.init(seed) or load, got"
 Call = Callable[[], Any]
 MODELS: list[tuple[Call, str]] = [
-    (lambda: GPT(TOKENS), "a GPT is not called: y, cache = model.forward(params, tokens)"),
-    (lambda: GPT.network(PARAMS, TOKENS), "a LanguageModel is not called: "),
+    (
+        lambda: GPT(TOKENS),
+        "LanguageModel is not called: y, cache = model.forward(params, tokens)",
+    ),
+    (lambda: GPT(PARAMS, TOKENS), "a LanguageModel is not called: "),
     (lambda: PAIR(TOKENS, TOKENS), "model.forward(params, src, tgt)"),
-    (lambda: PAIR.network(TOKENS), "an EncoderDecoder is not called: "),
+    (lambda: PAIR(TOKENS), "an EncoderDecoder is not called: "),
     (lambda: GPT.forward(None, TOKENS), f"LanguageModel: {WANTED} None"),
     (lambda: GPT.loss(None, TOKENS, TOKENS), f"{WANTED} None"),
     (lambda: GPT.forward(PARAMS._asdict(), TOKENS), f"{WANTED} dict"),
     (lambda: GPT.forward((GPT, PARAMS), TOKENS), f"{WANTED} tuple"),
-    (lambda: GPT.forward(GPT, TOKENS), f"{WANTED} GPT"),
+    (lambda: GPT.forward(GPT, TOKENS), f"{WANTED} LanguageModel"),
     (lambda: GPT.forward(TOKENS, PARAMS), f"{WANTED} ndarray"),
     (lambda: GPT.forward(OF_PAIR, TOKENS), f"{WANTED} EncoderDecoderParams"),
     (lambda: PAIR.forward(PARAMS, TOKENS, TOKENS), "params must be EncoderDecoderParams, as"),
-    (lambda: PAIR.network.init_state(None, TOKENS), "params must be EncoderDecoderParams, as"),
+    (lambda: PAIR.init_state(None, TOKENS), "params must be EncoderDecoderParams, as"),
     (
-        lambda: GPT.network.decode(None, TOKENS, GPT.network.init_state()),
+        lambda: GPT.decode(None, TOKENS, GPT.init_state()),
         f"{WANTED} None",
     ),
     (lambda: generation.generate(GPT, None, [[1]], max_new_tokens=1), "parameters, got None"),

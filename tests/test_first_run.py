@@ -256,7 +256,9 @@ def test_captured_training(library: Backend, precision: str | None, attention: A
     def numbers(compiled: bool) -> list[Any]:
         state = start(tree.map(library.asarray, model.init(0)), config)
         options: Any = {"compiled": compiled, "donate": True, "deterministic": True}
-        steps = train(loss_of(model), state, Turned(model.vocab_size), config, library, **options)
+        steps = train(
+            loss_of(model), state, Turned(model.embed.vocab_size), config, library, **options
+        )
         return [(step.loss, step.norm) for step in steps]
 
     with calling_cublaslt(library), attention(library), warnings.catch_warnings():

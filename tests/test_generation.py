@@ -57,12 +57,11 @@ def test_positions_for_queries_and_keys_want_prompts_of_one_length() -> None:
 @pytest.mark.parametrize("name", T5_NAMES)
 def test_sources_of_any_lengths(name: str) -> None:
     model, params = seq2seq(name)
-    network = getattr(model, "network", model)
     want = []
     for source in PROMPTS:
         target = [2]
         for _ in range(9):
-            logits, _ = network.forward(params, np.asarray([source]), np.asarray([target]))
+            logits, _ = model.forward(params, np.asarray([source]), np.asarray([target]))
             target.append(int(np.argmax(logits[0, -1])))
         want.append(target[1:])
     prefix = prefill(model, params, PROMPTS, start_id=2)
@@ -105,7 +104,7 @@ def test_nothing_new() -> None:
 
 
 def last_logits(prompt: list[int]) -> np.ndarray:
-    return GPT.forward(PARAMS, np.asarray([prompt[-GPT.max_len :]]))[0][0, -1]
+    return GPT.forward(PARAMS, np.asarray([prompt[-GPT.context :]]))[0][0, -1]
 
 
 @pytest.mark.parametrize(("t", "k"), [(1.0, None), (0.5, None), (2.0, 3)])
@@ -375,7 +374,7 @@ def test_bad_chunks_are_refused() -> None:
     "change", [{"causal": False}, {"head": None}, {"head": Classifier(n_labels=2)}]
 )
 def test_models_that_write_nothing_are_refused(change: dict[str, Any]) -> None:
-    network = GPT.network
+    network = GPT
     model = LanguageModel(**{"embed": network.embed, "blocks": network.blocks} | change)
     with pytest.raises(ValueError, match="must be a causal language model or an encoder-decoder"):
         generate(model, model.init(), [[1]], max_new_tokens=1)

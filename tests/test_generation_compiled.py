@@ -41,7 +41,7 @@ def calls() -> Iterator[list[Any]]:
 
 
 def in_float32(model: Any, params: Any) -> tuple[Any, Any]:
-    return getattr(model, "network", model), tree.map(lambda p: p.astype(np.float32), params)
+    return model, tree.map(lambda p: p.astype(np.float32), params)
 
 
 def programs(calls: list[Any]) -> int:

@@ -136,7 +136,7 @@ def test_a_compiled_function_may_return_its_cache(case: Case, library: Backend) 
 
 def test_each_part_of_a_model_drops_its_cache() -> None:
     """Encoder and decoder, which other tests do not call by themselves."""
-    model = Transformer(13, 13, 8, 2, 1, 1, 16).network
+    model = Transformer(13, 13, 8, 2, 1, 1, 16)
     params = model.init()
     (memory, pos), encoded = within(lambda: model.encode(params, TOKENS))
     _, decoded = within(lambda: model.decode_target(params, memory, pos, TOKENS))
@@ -303,10 +303,11 @@ def test_generation_of_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> No
     model = Transformer(13, 13, 8, 2, 1, 1, 16)
     params = model.init()
     watched = Watched(monkeypatch, EncoderDecoder, "encode", "_decode_target")
-    own = model.generate(params, TOKENS, start_id=1, end_id=2, max_new_tokens=4)
-    state = model.network.init_state(params, TOKENS)
-    assert len(watched.seen) > 2 and all(watched.seen) and not is_inference()
-    logits, state = model.network.decode(params, own[:, :1] * 0 + 1, state)
+    text = generation.prefill(model, params, TOKENS.tolist(), start_id=1)
+    generation.generate(model, params, text, max_new_tokens=4)
+    state = model.init_state(params, TOKENS)
+    assert len(watched.seen) > 1 and all(watched.seen) and not is_inference()
+    logits, state = model.decode(params, TOKENS[:, :1] * 0 + 1, state)
     assert state.kv_cache[0].k.shape[2] == 1 and logits.shape == (3, 13)
 
 

@@ -150,8 +150,8 @@ def test_fixup_starts_as_the_identity(library: Backend, dtype: str) -> None:
     params = fixup(model.init_from(library.generator(0, dtype)), n_branches=6)
     assert {p.dtype for p in tree.flatten(params).values()} == {params.embed.table.dtype}
     tokens = library.asarray(np.array([[1, 0, 10, 4]]))
-    hidden, _ = model.network.hidden(params, tokens)
-    (embedded, _), _ = layers.embed(params.embed, ids=tokens, config=model.network.embed)
+    hidden, _ = model.hidden(params, tokens)
+    (embedded, _), _ = layers.embed(params.embed, ids=tokens, config=model.embed)
     assert np.array_equal(library.to_numpy(hidden), library.to_numpy(embedded))
 
 
@@ -163,11 +163,11 @@ def first_update(n_layers: int, *, by_fixup: bool, bias: bool = False) -> float:
         params = fixup(params, n_branches=2 * n_layers)
     params = tree.freeze(params, "embed.*")
     tokens, targets = np.random.default_rng(0).integers(0, 64, (2, 4, 16))
-    before, _ = model.network.hidden(params, tokens)
+    before, _ = model.hidden(params, tokens)
     trained, lr = tree.trained(params), 1e-4
     grads = model.loss(params, tokens, targets)[1].backward()
     trained, _ = optim.sgd(trained, grads, optim.sgd_init(trained), lr=lr)
-    after, _ = model.network.hidden(tree.join(params, trained), tokens)
+    after, _ = model.hidden(tree.join(params, trained), tokens)
     return float(np.sqrt(np.mean((after - before) ** 2)) / lr)
 
 

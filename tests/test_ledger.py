@@ -90,17 +90,16 @@ def whole(array: np.ndarray) -> np.ndarray:
 
 def traced_peak(model: Any, batch: int, length: int, **options: Any) -> int:
     """The bytes that Python and NumPy allocated at most in some steps of the training loop."""
-    network = getattr(model, "network", model)
-    source = Same(arguments(network, batch, length, "float32")[1])
-    config = TrainConfig(steps_of(network, length), batch_size=batch, **options)
-    loss = step_loss_of(network)
+    source = Same(arguments(model, batch, length, "float32")[1])
+    config = TrainConfig(steps_of(model, length), batch_size=batch, **options)
+    loss = step_loss_of(model)
     gc.collect()
     forget_scratch()
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
         state = [
-            start(network.init(), config, loss=loss)
+            start(model.init(), config, loss=loss)
         ]  # handed over, so that nothing here keeps it
         for _ in train(loss, state.pop(), source, config, NUMPY, donate=True):
             pass
@@ -143,14 +142,14 @@ def test_the_state_is_that_of_the_optimiser() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_saved_set_is_all_that_is_saved(name: str) -> None:
-    network = getattr(MODELS[name], "network", MODELS[name])
+    network = MODELS[name]
     parts = saved_by_part(network, BATCH, LENGTH, "float32")
     assert sum(parts.values()) == measured(network, BATCH, LENGTH, "float32").saved
 
 
 def test_a_layer_is_charged_what_its_cache_holds() -> None:
     """Each array once, of no parameter: x, which two caches of a layer hold, is one array."""
-    model = MODELS["GPT"].network
+    model = MODELS["GPT"]
     params, tokens = model.init(), np.zeros((BATCH, LENGTH), np.int64)
     _, cache = model.loss(params, tokens, tokens, dropout_key=RandomKey(0))
     own = {id(leaf) for leaf in tree.flatten(params).values()}

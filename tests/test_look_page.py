@@ -43,7 +43,7 @@ def test_the_trace_is_of_today(capsys: pytest.CaptureFixture[str]) -> None:
     for part in _without_sizes(shown).split("...\n"):
         before, found, rest = rest.partition(part.removesuffix("..."))
         assert found, part
-        assert not before or before.startswith(" 10    linear "), before
+        assert not before or before.startswith("  9    linear "), before
 
 
 def _without_sizes(text: str) -> str:

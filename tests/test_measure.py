@@ -123,10 +123,8 @@ def inputs(name: str, batch: int, length: int, seed: int = 0) -> list[tuple[Any,
     """Arguments of forward, then of loss where there is one."""
     rng = np.random.default_rng(seed)
     x, y = rng.integers(1, 19, (2, batch, length))
-    if name == "T5":
+    if name in ("T5", "Transformer"):
         return [(x, y), (x, y, y)]
-    if name == "Transformer":
-        return [(x, y), (x, rng.integers(1, 23, (batch, length + 1)))]
     if "vectors" in name:
         vectors = rng.normal(size=(2, batch, length, 12)).astype(np.float32)
         return [tuple(vectors[: 2 if name == "two vectors" else 1])]
@@ -246,9 +244,7 @@ def test_flops_are_those_of_all_products_that_run(
     params = tree.map(counted, model.init())
     Counted.flops = 0
     model.forward(params, *map(counted, inputs(name, batch, length)[0]))
-    configs, network = [], getattr(model, "network", model)
-    for part, times in (("blocks", 1), ("encoder", 1), ("decoder", 2)):
-        configs += times * getattr(network, part, ())
+    configs = (*model.blocks, *getattr(model, "decoder", ()))  # which attends twice
     heads = sum(c.attn.n_heads * (c.attn.head_width + c.attn.value_width) for c in configs)
     attention = 2 * heads * batch * length**2
     assert measured(model, batch, length, "float32").flops + attention == Counted.flops
@@ -264,7 +260,7 @@ def test_pairs_are_those_that_the_op_allows(length: int, causal: bool, window: A
 
 def test_attention_flops() -> None:
     causal, width = 12 * 13 // 2, 2 * 4 * (3 + 3)  # pairs; for each of them, H heads of K = M = 3
-    assert attention_flops(MODELS["GPT"].network, 12) == 2 * width * causal
+    assert attention_flops(MODELS["GPT"], 12) == 2 * width * causal
     assert attention_flops(MODELS["BERT"], 12) == 2 * width * 12**2
     assert attention_flops(MODELS["T5"], 12) == 2 * width * (12**2 + causal + 12**2)
     windowed = 1 + 2 + 3 + 9 * 4
@@ -272,7 +268,7 @@ def test_attention_flops() -> None:
 
 
 def test_key_values() -> None:
-    assert key_values(MODELS["GPT"].network, 3, 10) == (2 * 2 * 12, 3 * 10 * 2 * 2 * 12)
+    assert key_values(MODELS["GPT"], 3, 10) == (2 * 2 * 12, 3 * 10 * 2 * 2 * 12)
     # 2 heads of 4 for keys, as many for values; the second layer keeps 4 tokens.
     assert key_values(MODELS["Llama, windows"], 3, 10) == (2 * 16, 3 * 16 * (10 + 4))
     assert key_values(MODELS["BERT"], 3, 10) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,18 @@ from judges import (
 )
 from libraries import only
 
-from xformer import GPT, RandomKey, Transformer, distributed, generation, layers, tree
+from xformer import (
+    GPT,
+    RandomKey,
+    Transformer,
+    distributed,
+    generation,
+    layers,
+    models,
+    ops,
+    reference_only,
+    tree,
+)
 from xformer.backends import Backend
 from xformer.distributed.world import Alone
 from xformer.layers import EmbedConfig, RopeConfig
@@ -37,7 +49,7 @@ def test_a_token_changes_no_logits_before_it(library: Backend, positions: str) -
 
 def test_a_last_stage_of_a_pipeline(library: Backend) -> None:
     """Vectors in, the loss of an untied head out, as in the whole model."""
-    whole = GPT(13, n_layers=2, d_model=6, n_heads=2, max_len=7, tied=False).network
+    whole = GPT(13, n_layers=2, d_model=6, n_heads=2, max_len=7, tied=False)
     last = dataclasses.replace(whole, embed=None)
     params = on(library, whole.init(dtype="float64"))
     tokens = library.asarray(np.array([[1, 2, 3, 4], [6, 5, 4, 12]]))
@@ -85,7 +97,8 @@ def test_padding_changes_neither_loss_nor_gradients(library: Backend) -> None:
             library.asarray(np.pad(ids, ((0, 0), (0, n)), constant_values=3))
             for ids, n in ((src, pad_src), (tgt, pad_tgt))
         )
-        loss, cache = model.loss(params, *padded)
+        src_ids, ids = padded
+        loss, cache = model.loss(params, src_ids, ids[:, :-1], ids[:, 1:])
         return named(library, loss, (cache.backward(),))
 
     require_close(loss_and_gradients(4, 3), loss_and_gradients(0, 0), FLOAT64)
@@ -98,10 +111,40 @@ def test_a_sequence_counts_the_same_alone(library: Backend) -> None:
     src, tgt = np.array([[5, 6, 7], [8, 9, 0]]), np.array([[1, 4, 5, 2], [1, 6, 2, 0]])
 
     def loss(rows: slice) -> float:
-        return float(model.loss(params, *(library.asarray(ids[rows]) for ids in (src, tgt)))[0])
+        arrays = (library.asarray(ids[rows]) for ids in (src, tgt[:, :-1], tgt[:, 1:]))
+        return float(model.loss(params, *arrays)[0])
 
     first, second, both = loss(slice(0, 1)), loss(slice(1, 2)), loss(slice(0, 2))
     assert both == pytest.approx((3 * first + 2 * second) / 5, rel=1e-13)
+
+
+def test_few_frames_between_a_loss_and_the_first_norm() -> None:
+    """On the reference: what a reader must follow to come from a model to its arithmetic."""
+    model = GPT(11, n_layers=1, d_model=8, n_heads=2, max_len=6)
+    params, tokens = model.init(), np.ones((2, 4), int)
+    frames: list[str] = []
+
+    def called(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is ops.layer_norm.reference.__code__ and not frames:
+            while frame.f_code is not test_few_frames_between_a_loss_and_the_first_norm.__code__:
+                frames.append(frame.f_code.co_qualname)
+                frame = frame.f_back
+
+    with reference_only():
+        sys.setprofile(called)
+        try:
+            model.loss(params, tokens, tokens)
+        finally:
+            sys.setprofile(None)
+    assert frames[-1] == "LanguageModel.loss" and len(frames) <= 10, frames
+
+
+def test_a_model_prints_equal_layers_once() -> None:
+    """And is made again by what it prints."""
+    model = GPT(11, n_layers=3, d_model=8, n_heads=2, max_len=6, tied=False)
+    assert repr(model).count("BlockConfig(") == 1 and ",) * 3" in repr(model)
+    assert "memory_len" not in repr(model)
+    assert eval(repr(model), vars(layers.protocol) | vars(layers) | vars(models)) == model
 
 
 BLOCK = block_config(8, 2, 11)

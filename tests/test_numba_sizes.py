@@ -26,7 +26,7 @@ LLAMA = BlockConfig(
     NormConfig("rms"),
 )
 MODELS = {
-    "GPT": xf.GPT(VOCAB, 2, D, 4, T).network,
+    "GPT": xf.GPT(VOCAB, 2, D, 4, T),
     "Llama": LanguageModel(EmbedConfig(VOCAB, D, D, T), (LLAMA,) * 2),
 }
 SIZES = {"few": (3, 4), "many": (8, T)}  # of a batch; many: each op has over 16,384 numbers

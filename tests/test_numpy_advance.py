@@ -100,7 +100,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family(name: str, ran: list[int]) -> None:
     model, params = causal(name)
-    require_same(getattr(model, "network", model), params, n_texts=2)
+    require_same(model, params, n_texts=2)
     assert len(ran) == (0 if name in LEFT else 5)
 
 

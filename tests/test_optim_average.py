@@ -155,12 +155,16 @@ def test_pairs_of_texts() -> None:
     src, tgt = rng.integers(1, 9, (4, 8)), rng.integers(1, 11, (4, 8))
     for row, (s, t) in enumerate([(3, 4), (2, 2), (8, 7), (5, 8)]):
         src[row, s:], tgt[row, t:] = 0, 0
-    loss, cache = model.loss(params, src, tgt, label_smoothing=0.1)
+
+    def loss_of(params: Any, src: Any, tgt: Any) -> Any:
+        return model.loss(params, src, tgt[:, :-1], tgt[:, 1:], label_smoothing=0.1)
+
+    loss, cache = loss_of(params, src, tgt)
     parts = [(src[:2, :3], tgt[:2, :4]), (src[2:], tgt[2:])]
     micro = [Micro(s, t, int((t[:, 1:] != 0).sum())) for s, t in parts]
 
     def one(params: Any, i: int) -> Any:
-        return model.loss(params, *parts[i], label_smoothing=0.1)
+        return loss_of(params, *parts[i])
 
     mean, grads = optim.accumulate(one, params, micro)
     assert float(mean) == pytest.approx(float(loss), rel=1e-12)

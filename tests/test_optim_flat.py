@@ -96,7 +96,7 @@ def test_what_reduce_gives_is_checked(library: Backend) -> None:
 
 
 def losses(library: Backend, config: TrainConfig, **options: Any) -> list[tuple[float, float]]:
-    source = Windows(TEXT, MODEL.max_len, config.batch_size)
+    source = Windows(TEXT, MODEL.context, config.batch_size)
     params = tree.map(library.asarray, MODEL.init(0))
     run = train(loss_of(MODEL), start(params, config), source, config, library, **options)
     return [(step.loss, step.norm) for step in run]
@@ -160,7 +160,7 @@ def test_an_infinite_loss_of_its_own_stops_nobody_alone(library: Backend) -> Non
         called.append(1)
         return (value, cache) if len(called) > 1 else (value + np.inf, Scaled(cache, np.inf))
 
-    source = Windows(TEXT, MODEL.max_len, config.batch_size)
+    source = Windows(TEXT, MODEL.context, config.batch_size)
     params = tree.map(library.asarray, MODEL.init(0))
 
     def steps(**options: Any) -> list[float]:
@@ -188,7 +188,7 @@ class Half:
 def test_two_processes_are_one_with_twice_the_batch(library: Backend) -> None:
     """Here two threads, each with half of the batches, beside one that accumulates both."""
     config = TrainConfig(steps=4, batch_size=2, clip=0.5, lr=1e-2, eval_every=4)
-    source = Windows(TEXT, MODEL.max_len, config.batch_size)
+    source = Windows(TEXT, MODEL.context, config.batch_size)
     init = tree.map(lambda p: library.asarray(p, "float64"), MODEL.init(0))
     flats: dict[int, Any] = {}
     barrier = threading.Barrier(2, timeout=SECONDS)

@@ -282,7 +282,7 @@ def test_donating_changes_no_number(library: Backend, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_arrays_of_their_own(name: str) -> None:
     """Else clipping in place would scale what two of them share twice."""
-    network = getattr(MODELS[name], "network", MODELS[name])
+    network = MODELS[name]
     params = network.init()
     _, examples = arguments(network, 2, 8, "float32")
     grads = network.loss(params, *examples)[1].backward()

@@ -135,7 +135,7 @@ def test_the_loss_is_the_mean_over_the_targets() -> None:
     """Of a batch: that of its pairs, one by one, without padding, weighed by their targets."""
     lengths = [(3, 5), (6, 2), (1, 0), (7, 7)]
     source = pairs(lengths, batch_size=4)
-    model = xf.Transformer(40, 40, 8, 2, 1, 1, 16).network
+    model = xf.Transformer(40, 40, 8, 2, 1, 1, 16)
     params = model.init(0, dtype="float64")
     batch = source.batch(0)
     together, _ = model.loss(params, *batch.arrays, **batch.masks, ignore_index=IGNORED)

@@ -56,9 +56,7 @@ def require_bits(got: Any, wanted: Any) -> None:
 def deep(name: str = "llama", **options: Any) -> tuple[Any, Any]:
     """A model of six layers with a head that is not tied."""
     model, _ = causal(name)
-    model = dataclasses.replace(
-        model.network, blocks=model.network.blocks[:1] * 6, head=LMHead(False), **options
-    )
+    model = dataclasses.replace(model, blocks=model.blocks[:1] * 6, head=LMHead(False), **options)
     return model, tree.map(lambda p: 2 * p, model.init(dtype="float64"))
 
 

@@ -31,7 +31,7 @@ def test_parameters_are_one_line() -> None:
 
 
 def test_states_and_frozen_leaves() -> None:
-    state = GPT.network.init_state()
+    state = GPT.init_state()
     assert repr(state) == "DecodeState(no arrays)"
     frozen = tree.freeze(PARAMS, "embed.*")
     assert repr(frozen) == repr(PARAMS)

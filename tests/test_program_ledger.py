@@ -28,9 +28,9 @@ MODELS = {
 
 
 def trained(model: Any, batch: int, length: int, config: TrainConfig) -> None:
-    source = Same(arguments(model.network, batch, length, "float32")[1])
+    source = Same(arguments(model, batch, length, "float32")[1])
     state = [start(model.init(), config)]  # handed over, so that nothing here keeps it
-    loss, place = loss_of(model.network), backends.get("numba")
+    loss, place = loss_of(model), backends.get("numba")
     for _ in train(loss, state.pop(), source, config, place, donate=True):
         pass
 

@@ -14,7 +14,7 @@ pytest.importorskip("numba", reason="needs extra numba")
 import xformer as xf
 from benchmarks.gate_shapes import ALL
 from benchmarks.shapes import Shape
-from xformer import Transformer, backends, optim, tree
+from xformer import backends, optim, tree
 from xformer.backends.numba.program import timing
 from xformer.backends.numba.program.compiled import Compiled
 from xformer.finetune import lora
@@ -30,12 +30,12 @@ def zeros(x: Any) -> Any:
 
 def shortened(shape: Shape) -> Any:
     """Its model, of two layers where they can be left out."""
-    network = shape.network
-    if isinstance(shape.model, Transformer):
-        return shape.model
-    if isinstance(network, LanguageModel):
-        return replace(network, blocks=network.blocks[:2])
-    return replace(network, encoder=network.encoder[:2], decoder=network.decoder[:2])
+    model = shape.model
+    if isinstance(model, LanguageModel):
+        return replace(model, blocks=model.blocks[:2])
+    if model.pad_id is not None:
+        return model
+    return replace(model, encoder=model.encoder[:2], decoder=model.decoder[:2])
 
 
 def step_of(shape: Shape, model: Any) -> Any:

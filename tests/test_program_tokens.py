@@ -38,7 +38,6 @@ BOOLS = np.array([[True, False, True, True], [False, False, True, False]])
 
 def state_of(name: str, texts: int, masked: bool) -> tuple[Any, Any, Any, np.ndarray]:
     model, params = causal(name)
-    model = getattr(model, "network", model)
     params = tree.map(lambda p: p.astype(np.float32), params)
     ids = np.random.default_rng(0).integers(0, V, (texts, 4))
     mask = np.ones((texts, 4), np.bool_)

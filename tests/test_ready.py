@@ -106,7 +106,7 @@ def test_order(tied: bool) -> None:
 
 
 def test_order_of_shared_layers_and_of_an_encoder_decoder() -> None:
-    block = models.GPT(**SIZES, n_layers=4).network
+    block = models.GPT(**SIZES, n_layers=4)
     shared = models.LanguageModel(block.embed, block.blocks, n_shared_layer_groups=2)
     _, cache = shared.loss(shared.init(0), tokens(), tokens())
     _, parts = reported(cache)
@@ -122,7 +122,7 @@ def test_order_of_shared_layers_and_of_an_encoder_decoder() -> None:
 
 
 def test_a_contrastive_loss() -> None:
-    model = GPT(**SIZES, n_layers=1).network
+    model = GPT(**SIZES, n_layers=1)
     _, cache = finetune.contrastive_loss(model, model.init(0), tokens(4))
     grads, parts = reported(cache)
     require_reported(grads, parts)
@@ -180,7 +180,7 @@ def test_a_program_reports_while_it_is_recorded() -> None:
 
 
 def test_parts_of_a_sequence_are_refused() -> None:
-    model = GPT(**SIZES, n_layers=1).network
+    model = GPT(**SIZES, n_layers=1)
 
     def work(world: Any) -> None:
         part = distributed.tensor_parallel(model, world, sequence=True)
@@ -193,7 +193,7 @@ def test_parts_of_a_sequence_are_refused() -> None:
 
 def test_a_stack_alone() -> None:
     """`layers.stack` reports its parts too."""
-    config = GPT(**SIZES, n_layers=1).network.blocks[0]
+    config = GPT(**SIZES, n_layers=1).blocks[0]
     params = layers.StackParams.init(NUMPY.generator(0, "float64"), (config,))
     x = np.random.default_rng(0).normal(size=(2, 3, 8))
     y, cache = layers.stack(x, params, configs=(config,))

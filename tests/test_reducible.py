@@ -45,7 +45,7 @@ def test_training_is_refused(name: str, precision: str) -> None:
 
 
 def test_a_fixed_multiplier_is_refused() -> None:
-    network = GPT(**SIZES).network
+    network = GPT(**SIZES)
     block = dataclasses.replace(network.blocks[0], residual_multiplier=0.22)
     granite = dataclasses.replace(network, blocks=(block,) * 2)
     message = "train: precision bfloat16 excludes residual_multiplier: no kernel multiplies by it"
@@ -99,4 +99,4 @@ def test_ops_and_layers_say_what_to_do(name: str) -> None:
         match=r"^blocks: reversible blocks must be float32 or float64, since backward rebuilds "
         rf"their inputs, got {name}$",
     ):
-        layers.blocks(x, blocks, configs=gpt.network.blocks, context=layers.Context(causal=True))
+        layers.blocks(x, blocks, configs=gpt.blocks, context=layers.Context(causal=True))

@@ -356,7 +356,7 @@ def test_a_run_that_failed_before_its_first_checkpoint(
         if "characters" in again:
             assert rows(Path("again")) == rows(Path("never"))
         model, _ = training.load("again", NUMPY)
-        assert model.vocab_size == training.load_vocabulary("again").size
+        assert model.embed.vocab_size == training.load_vocabulary("again").size
         shutil.rmtree("again")
 
 
@@ -485,8 +485,8 @@ def test_a_run_without_norms(text: Path, capsys: pytest.CaptureFixture[str]) -> 
     options = ["--norm-placement", "none", "--residual-scale", "1", "--init", "fixup"]
     assert main([*COMMAND, *options, "--lr", "0", "--steps", "2", "--out", "run"]) == 0
     model, params = training.load("run", NUMPY)
-    assert (model.norm_placement, model.residual_scale) == ("none", 1)
-    wanted = tree.flatten(fixup(model.init(seed=0), n_branches=2 * model.n_layers))
+    assert (model.blocks[0].norm_placement, model.blocks[0].residual_scale) == ("none", 1)
+    wanted = tree.flatten(fixup(model.init(seed=0), n_branches=2 * len(model.blocks)))
     got = tree.flatten(params)
     assert got.keys() == wanted.keys()
     assert all(np.array_equal(got[name], p) for name, p in wanted.items())
@@ -639,7 +639,7 @@ def test_a_run_has_its_vocabulary(
     assert capsys.readouterr().out.startswith("the fox")
     assert main(["train", "--resume", "run"]) == 0
     model, _ = training.load("run", xf.backends.get("numpy"))
-    assert model.vocab_size == training.load_vocabulary("run").size
+    assert model.embed.vocab_size == training.load_vocabulary("run").size
 
 
 def test_a_warning_is_one_line(stopped: str) -> None:

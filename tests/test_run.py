@@ -160,7 +160,7 @@ def of_dtype(params: Any, dtype: str) -> Any:
             "save: parameters must be of one dtype, .*, got float32, float64",
         ),
         (
-            lambda p: dataclasses.replace(runs.MODEL, n_layers=2).init(0),
+            lambda p: dataclasses.replace(runs.MODEL, blocks=runs.MODEL.blocks * 2).init(0),
             CheckpointError,
             "16 parameters are missing, unexpected or misshapen",
         ),
@@ -548,7 +548,7 @@ def test_the_space_that_is_asked_for_is_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that lies there, just before a half-written file takes its place."""
-    large = dataclasses.replace(runs.MODEL, d_model=64)  # a header is small beside it
+    large = xf.GPT(**runs.SIZES | {"d_model": 64})  # a header is small beside it
     state = training.start(large.init(0), runs.CONFIG)
     used = []
     rename = os.replace

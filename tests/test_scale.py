@@ -112,7 +112,7 @@ MODELS: dict[str, Any] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_rezero_starts_as_the_identity(library: Backend, name: str) -> None:
     """Hidden states are the embedded tokens, and only the numbers of the blocks have a gradient."""
-    network = MODELS[name].network
+    network = MODELS[name]
     params = network.init_from(library.generator(0, "float64"))
     tokens = library.asarray(np.array([[1, 0, 10, 4], [4, 4, 2, 7]]))
     hidden, _ = network.hidden(params, tokens)
@@ -127,11 +127,11 @@ def test_an_encoder_decoder_starts_as_the_identity() -> None:
     model = xf.Transformer(11, 13, 6, 2, 2, 3, 7, norm_placement="none", residual_scale=0.0)
     params = model.init(seed=0, dtype="float64")
     src, tgt = np.array([[1, 5, 10, 4]]), np.array([[3, 12, 7]])
-    (memory, _), _ = model.network.encode(params, src)
-    (embedded, _), _ = layers.embed(params.src_embed, ids=src, config=model.network.src_embed)
+    (memory, _), _ = model.encode(params, src)
+    (embedded, _), _ = layers.embed(params.src_embed, ids=src, config=model.src_embed)
     assert np.array_equal(memory, embedded)
     logits, _ = model.forward(params, src, tgt)
-    (embedded, _), _ = layers.embed(params.tgt_embed, ids=tgt, config=model.network.tgt_embed)
+    (embedded, _), _ = layers.embed(params.tgt_embed, ids=tgt, config=model.tgt_embed)
     assert np.array_equal(logits, embedded @ params.head.w + params.head.b)
     assert params.encoder.norm is None and params.decoder.norm is None
     assert sum(name.endswith("_scale") for name in tree.flatten(params)) == 2 * 2 + 3 * 3

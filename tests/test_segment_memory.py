@@ -28,7 +28,7 @@ GPT_SIZES: Any = {"vocab_size": V, "n_layers": 3, "d_model": 12, "n_heads": 3, "
 def model_of(memory_len: int | None = T, seed: int = 0, **options: Any) -> tuple[Any, Any]:
     """A network, and random parameters in float64."""
     gpt = GPT(**GPT_SIZES | {"positions": "xl", "memory_len": memory_len} | options)
-    return gpt.network, lively(gpt, seed)
+    return gpt, lively(gpt, seed)
 
 
 def texts(library: Backend = NUMPY, n: int = T) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ import xformer as xf
 from xformer import optim, tree
 from xformer.backends import Backend
 from xformer.layers import EmbedConfig, ExpertsConfig
-from xformer.models import LanguageModel, LMHead
+from xformer.models import EncoderDecoder, LanguageModel, LMHead
 
 GPT = xf.GPT(vocab_size=17, n_layers=3, d_model=16, n_heads=2, max_len=8)
 TOKENS, TARGETS = np.random.default_rng(0).integers(0, 17, (2, 3, 8))
@@ -42,7 +42,8 @@ def flat(params: Any) -> dict[str, Any]:
 
 def cache_of(model: Any, params: Any) -> Any:
     with xf.unfused():
-        return model.loss(params, TOKENS, TARGETS)[1]
+        is_pair = isinstance(model, EncoderDecoder)
+        return model.loss(params, TOKENS, *[TOKENS][:is_pair], TARGETS)[1]
 
 
 def descent(name: str, params: Any, grads: Any) -> Any:

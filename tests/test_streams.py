@@ -29,11 +29,11 @@ LOSS = training.segment_loss_of(MODEL)
 
 
 def source() -> Streams:
-    return Streams(TOKENS[:400], MODEL.max_len, CONFIG.batch_size)
+    return Streams(TOKENS[:400], SIZES["max_len"], CONFIG.batch_size)
 
 
 def held_out() -> list[Batch]:
-    return list(Streams(TOKENS[400:], MODEL.max_len, 2).held_out(4))
+    return list(Streams(TOKENS[400:], SIZES["max_len"], 2).held_out(4))
 
 
 def begun(dtype: str = "float32") -> State:
@@ -103,7 +103,7 @@ def test_bad_streams() -> None:
 
 def test_the_memory_is_carried_from_batch_to_batch() -> None:
     """As a loop over `segment_loss` gives it: also within a step, and empty at an epoch's start."""
-    network, texts = MODEL.network, source()
+    network, texts = MODEL, source()
     assert texts.per_epoch == 16  # step 9 begins the second epoch
     params = MODEL.init(CONFIG.seed, dtype="float64")
     config = dataclasses.replace(CONFIG, clip=None, ema=None, steps=10)
@@ -136,7 +136,7 @@ def test_the_memory_is_carried_from_batch_to_batch() -> None:
 
 def test_validation_has_a_memory_of_its_own() -> None:
     """It is empty at first, is carried through the batches, and does not change training's."""
-    network = MODEL.network
+    network = MODEL
     params = MODEL.init(1)
     value = training.evaluate(LOSS, params, held_out(), NUMPY)
     memory, losses = network.init_memory(params, 2), []
@@ -238,8 +238,9 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("text")
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--memory", "20", "--steps", "6", "--out", "whole"]) == 0
-    model = json.loads(Path("whole/run.json").read_text())["about"]["model"]
-    assert (model["positions"], model["memory_len"], model["max_len"]) == ("xl", 20, 8)
+    about = json.loads(Path("whole/run.json").read_text())["about"]
+    model, _ = training.load("whole", NUMPY)
+    assert (model.blocks[0].attn.xl, model.memory_len, model.context) == (True, 20, None)
     assert (
         main([*TRAIN, "--memory", "20", "--steps", "3", "--schedule", "constant", "--out", "a"])
         == 0
@@ -260,7 +261,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main([*TRAIN[:3], "--from", "whole", "--steps", "1", "--batch", "3", "--out", "next"]) == 0
     )
-    assert json.loads(Path("next/run.json").read_text())["about"]["model"] == model
+    assert json.loads(Path("next/run.json").read_text())["about"]["model"] == about["model"]
 
 
 @pytest.mark.usefixtures("text")

@@ -46,16 +46,6 @@ def require_same(got: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a[name], b[name], rtol=0, atol=EXACT * scale, err_msg=name)
 
 
-def twin(model: Any, world: World, **options: Any) -> tuple[Any, Any]:
-    """A copy of `model` with the methods of this process's part, and the part."""
-    part = distributed.tensor_parallel(model, world, **options)
-    if model.network is model:
-        return part, part
-    copy = dataclasses.replace(model)  # GPT or Transformer, which call their network
-    vars(copy)["network"] = part
-    return copy, part
-
-
 # --- every option of the catalogue ---
 
 
@@ -99,9 +89,9 @@ def parallel_case(case: Case, n: int, **options: Any) -> list[Any]:
     wanted = cache.backward(dy)
 
     def work(world: World) -> tuple[Any, Any]:
-        whole, part = twin(model, world, **options)
+        part = distributed.tensor_parallel(model, world, **options)
         own = part.shard(params)
-        call = partial(fn.func, whole) if method is None else getattr(whole, method)
+        call = partial(fn.func, part) if method is None else getattr(part, method)
         y, cache = call(own, *x, **fn.keywords)
         grads = cache.backward(dy)
         if x:
@@ -127,7 +117,7 @@ def test_models(case: Case, n: int) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in MODELS if isinstance(of_model(case)[0].network, LanguageModel)],
+    [case for case in MODELS if isinstance(of_model(case)[0], LanguageModel)],
     ids=lambda case: case.name,
 )
 def test_models_in_parts_of_the_sequence(case: Case) -> None:
@@ -277,7 +267,7 @@ def test_families_on_three_processes(name: str, sequence: bool) -> None:
     options: Any = {"label_smoothing": 0.1, "z_loss": 1e-3, "mask": mask}
     if name in ("positions for q, k, v", "concatenated positions"):
         del options["mask"]
-    loss, cache = model.network.loss(params, tokens, targets, **options)
+    loss, cache = model.loss(params, tokens, targets, **options)
     wanted = loss, cache.backward()
 
     def work(world: World) -> Any:
@@ -295,10 +285,10 @@ def test_logits_and_their_gradients(name: str, sequence: bool) -> None:
     """All processes have all logits, and the same gradient of them."""
     model, params = causal("gpt2" if name == "masked LM" else name)
     if name == "masked LM":
-        model = dataclasses.replace(model.network, head=MaskedLMHead())
+        model = dataclasses.replace(model, head=MaskedLMHead())
         params = params._replace(head=tree.map(lambda p: p + 0.1, model.init(dtype="float64").head))
     tokens, _ = inputs()
-    logits, cache = model.network.forward(params, tokens)
+    logits, cache = model.forward(params, tokens)
     dlogits = np.random.default_rng(0).standard_normal(logits.shape)
 
     def work(world: World) -> Any:

@@ -34,8 +34,7 @@ TOKENS, TARGETS = np.array([[1, 5, 2, 5, 0]]), np.array([[5, 2, 5, 0, 3]])
 FORWARD = [
     ("embedding", 0),
     ("blocks", 0),
-    ("add_norm", 1),
-    ("layer_norm", 2),
+    ("layer_norm", 1),
     ("linear_many", 1),
     ("linear", 2),
     ("linear", 2),
@@ -100,7 +99,7 @@ def test_the_ops_are_in_order() -> None:
     assert forward == [*FORWARD, ("sum_to", 0), ("index_add", 1)]  # two of them in backward
     begins = len(FORWARD)
     assert steps[begins].is_backward and not any(s.is_backward for s in steps[:begins])
-    assert repr(steps) == "Trace(22 forward, 20 backward)"
+    assert repr(steps) == "Trace(21 forward, 19 backward)"
 
 
 def test_backward_is_in_reverse_order() -> None:
@@ -407,11 +406,11 @@ def test_the_tables_fit() -> None:
         assert not any(line != line.rstrip() for line in lines)
     forward, backward = str(steps).split("\n\n")
     assert max(forward.count("\n"), backward.count("\n")) < 50  # one screen each
-    assert re.search(r"^ 20    cross_entropy +logits 1x5x256, targets 1x5 -> \(\)", forward, re.M)
-    assert re.search(r"^ 20    cross_entropy +\(\) -> dlogits 1x5x256", backward, re.M)
+    assert re.search(r"^ 19    cross_entropy +logits 1x5x256, targets 1x5 -> \(\)", forward, re.M)
+    assert re.search(r"^ 19    cross_entropy +\(\) -> dlogits 1x5x256", backward, re.M)
     assert forward.count("y = x w + b over the last axis.  [xformer/ops/linear.py:") == 1
     only = steps.table(op="gelu", values=True)
-    assert len(re.findall(r"^ 15  gelu ", only, re.M)) == 2 and "linear" not in only
+    assert len(re.findall(r"^ 14  gelu ", only, re.M)) == 2 and "linear" not in only
     assert re.search(r"^ +dx: rms [\d.e-]+, from -[\d.e-]+ to [\d.e-]+$", only, re.M)
     with pytest.raises(ValueError, match=r"op must be one of embedding, .*, got 'tan'"):
         steps.table(op="tan")
@@ -429,13 +428,15 @@ def test_the_command_shows_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace"]) == 0
     shown = capsys.readouterr().out
     title, forward, backward = shown.rstrip("\n").split("\n\n")
-    assert re.fullmatch(r"GPT, 1 layer, 18 tokens: loss \d\.\d+ on 'to be, or not to be'", title)
+    assert re.fullmatch(
+        r"LanguageModel, 1 layer, 18 tokens: loss \d\.\d+ on 'to be, or not to be'", title
+    )
     assert max(map(len, shown.split("\n"))) <= 100
     assert "xformer/ops/linear.py:" in forward and "xformer/backends" not in shown
     assert backward.startswith("  n  backward  ") and "dtable 256x64" in backward
     assert main(["trace", "--layers", "2", "--op", "sdpa", "--text", "abc", "--values"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("GPT, 2 layers, 2 tokens: ") and "linear" not in shown
+    assert shown.startswith("LanguageModel, 2 layers, 2 tokens: ") and "linear" not in shown
     assert shown.count("q, k, v 1x2x2x32 -> 1x2x2x32") == 2 and shown.count("dq: rms ") == 2
     assert main(["trace", "--kernels", "--dtype", "float64"]) == 0
     assert "xformer/backends/numpy/sdpa.py:" in capsys.readouterr().out
@@ -515,8 +516,8 @@ def test_the_command_shows_other_models(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--op", "tan"], "--op must be one of embedding, blocks, add_norm, "),
-        (["--op", "tan", "--json"], "--op must be one of embedding, blocks, add_norm, "),
+        (["--op", "tan"], "--op must be one of embedding, blocks, layer_norm, "),
+        (["--op", "tan", "--json"], "--op must be one of embedding, blocks, layer_norm, "),
         (["--layers", "0"], "--layers must be an int of at least 1, got 0"),
         (["--text", "a"], "--text must have at least 2 tokens, got 1"),
         (["--text", ""], "the text must hold at least one token"),

@@ -123,7 +123,7 @@ def test_a_run_of_our_own(measured: list[tuple[Any, float]]) -> None:
     assert [row["step"] for row in rows(Path("run"))] == list(range(1, 7))
     assert rows(Path("run"))[0]["tokens"] == 3 * 16
     (model, params), (copy, same) = (training.load(path, NUMPY) for path in ("own", "run"))
-    assert model == copy and model.dropout == 0.1 and job.model == model
+    assert model == copy and model.embed.dropout == 0.1 and job.model == model
     for name, leaf in tree.flatten(params).items():
         assert np.array_equal(leaf, tree.flatten(same)[name]), name
 

@@ -27,7 +27,7 @@ TEXT = np.frombuffer(b"to be or not to be, that is the question " * 20, np.uint8
 # makes of it.
 MODEL = GPT(256, n_layers=2, d_model=16, n_heads=2, max_len=8, dropout=0.2, bias=False)
 CONFIG = TrainConfig(steps=6, batch_size=3, eval_every=2, warmup=3, lr=1e-2, clip=0.5)
-SOURCE = Windows(TEXT, MODEL.max_len, 3)
+SOURCE = Windows(TEXT, MODEL.context, 3)
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def test_nanogpt_begins_as_nanogpt(tmp_path: Path) -> None:
     np.testing.assert_allclose(log.lr, [1e-3 / 101, 2e-3 / 101], rtol=1e-12)
     assert (state.step, state.best_step) == (2, 2) and np.isfinite(state.best)
     model, _ = training.load(tmp_path, xf.backends.get("numpy"))
-    assert training.load_vocabulary(tmp_path).size == model.vocab_size == n_characters
+    assert training.load_vocabulary(tmp_path).size == model.embed.vocab_size == n_characters
 
 
 def test_nanogpt_has_its_sizes() -> None:

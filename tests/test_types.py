@@ -13,7 +13,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROGRAM = ROOT / "tests" / "typed_program.py"
 WANTED = [  # what both print, or the end of it
-    *("Backend", "GPT", "LanguageModelParams", "AdamState", "LossCache", "LanguageModelParams"),
+    *(
+        "Backend",
+        "LanguageModel",
+        "LanguageModelParams",
+        "AdamState",
+        "LossCache",
+        "LanguageModelParams",
+    ),
     *("LayerNormCache", "Report", "list[list[int]]", "LanguageModelParams", "Compiled"),
     *("LanguageModel | Any", "LanguageModelParams", "Overridable"),
 ]

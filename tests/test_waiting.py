@@ -204,7 +204,7 @@ def test_ids_of_a_batch(unread: Unread, name: str) -> None:
 def test_ids_of_an_encoder_decoder(unread: Unread) -> None:
     model = xformer.Transformer(V, 11, 12, 3, 1, 1, 8)
     params, place = unread.params(model), unread.place
-    assert model.network.id_sizes == (V, 11, 11)
+    assert model.id_sizes == (V, 11, 11)
     for arrays, n in (((BAD, GOOD, GOOD), 1), ((GOOD, GOOD + 8, GOOD), 2), ((GOOD,) * 2, 3)):
         given = batch(*arrays, *([GOOD + 8] if n == 3 else []))
         with pytest.raises(ValueError, match=f"^loss: ids of array {n} of the batch must lie in"):

@@ -63,11 +63,13 @@ def test_a_number_is_the_int(kind: Any) -> None:
         d_model=kind(8), n_heads=kind(2), d_ff=kind(100), max_len=kind(9),
         n_encoder_layers=kind(1), n_decoder_layers=kind(1), pad_id=kind(0),
     )  # fmt: skip
-    assert type(wide.network.encoder[0].ffn.d_ff) is int
-    ids = np.array([[1, 3]])
+    assert type(wide.encoder[0].ffn.d_ff) is int
     params = wide.init(seed=kind(3))
-    new = wide.generate(params, ids, start_id=kind(1), end_id=kind(2), max_new_tokens=kind(4))
-    assert np.array_equal(new, wide.generate(params, ids, start_id=1, end_id=2, max_new_tokens=4))
+    new, same = (
+        generate(wide, params, prefill(wide, params, [[1, 3]], start_id=one), max_new_tokens=n)
+        for one, n in ((kind(1), kind(4)), (1, 4))
+    )
+    assert new == same
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,6 +20,7 @@ from printed import Printed
 
 import xformer
 from xformer import layers, reference_only, tree
+from xformer.models import EncoderDecoder
 
 PRINTED = Printed("003")
 N, T, T_DEC, D, M, H = 3, 2, 4, 4, 3, 3
@@ -108,6 +109,12 @@ def tokens() -> tuple[np.ndarray, np.ndarray]:
     """The document's example: source (2, 4), target (2, 8)."""
     rng = np.random.RandomState(13)
     return rng.randint(0, 10, size=(2, 4)), rng.randint(0, 10, size=(2, 8))
+
+
+def examples() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The source, what the decoder reads of the target, and the token after each of them."""
+    src, tgt = tokens()
+    return src, tgt[:, :-1], tgt[:, 1:]
 
 
 def test_every_printed_array_has_its_test() -> None:
@@ -247,7 +254,7 @@ MODEL_SEED = 577
 MODEL_STEP = 7e-4
 
 
-def model_and_params(**options: Any) -> tuple[xformer.Transformer, Any]:
+def model_and_params(**options: Any) -> tuple[EncoderDecoder, Any]:
     """The model, and parameters that are `moved`: else all biases are 0 and all norms alike."""
     model = xformer.Transformer(**SIZES | options)
     return model, moved(model)
@@ -260,15 +267,15 @@ def moved(model: Any) -> Any:
     return tree.map(lambda p: p + 0.1 * rng.standard_normal(p.shape), start)
 
 
-def model_loss(model: xformer.Transformer) -> Callable[[Any], float]:
-    return lambda params: float(model.loss(params, *tokens())[0])
+def model_loss(model: EncoderDecoder) -> Callable[[Any], float]:
+    return lambda params: float(model.loss(params, *examples())[0])
 
 
 @functools.cache
 def model_gradients() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """By hand, and by numbers, for each parameter."""
     model, params = model_and_params()
-    _, cache = model.loss(params, *tokens())
+    _, cache = model.loss(params, *examples())
     loss = model_loss(model)
     return {
         name: (gradient, numerical_gradient(loss, params, name, step=MODEL_STEP))
@@ -321,21 +328,16 @@ def test_model_gradients_with_every_kind_of_positions(positions: str, mode: str)
     d_positions = 2 if mode == "concat" else None
     options = {"positions": positions, "position_mode": mode, "d_positions": d_positions}
     model, params = model_and_params(**options)
-    xformer.gradcheck(lambda p: model.loss(p, *tokens()), params, alone=False).require()
+    xformer.gradcheck(lambda p: model.loss(p, *examples()), params, alone=False).require()
 
 
 def test_model_gradients_with_a_feed_forward_of_one_map() -> None:
     """The names of its parameters allow for one weight in each network, here (D, D)."""
     model, _ = model_and_params()
-    network = model.network
-    ffn = layers.FeedForwardConfig(network.encoder[0].d_model, "relu", down=False)
-    blocks = (dataclasses.replace(network.encoder[0], ffn=ffn),) * 2
-    network = dataclasses.replace(network, encoder=blocks, decoder=blocks)
-    params = moved(network)
+    ffn = layers.FeedForwardConfig(model.encoder[0].d_model, "relu", down=False)
+    blocks = (dataclasses.replace(model.encoder[0], ffn=ffn),) * 2
+    model = dataclasses.replace(model, encoder=blocks, decoder=blocks)
+    params = moved(model)
     names = {name.split(".", 3)[3] for name in tree.flatten(params) if ".ffn." in name}
     assert names == {"ffn.up.w", "ffn.up.b"}
-    src, tgt = tokens()
-    options = {"src_mask": src != 0, "tgt_mask": tgt[:, :-1] != 0, "ignore_index": 0}
-    xformer.gradcheck(
-        lambda p: network.loss(p, src, tgt[:, :-1], tgt[:, 1:], **options), params, elementwise=0
-    ).require()
+    xformer.gradcheck(lambda p: model.loss(p, *examples()), params, alone=False).require()

@@ -57,7 +57,7 @@ def made(name: str) -> tuple[Any, tuple[Any, ...]]:
     tokens, targets = work.ids(V, 2, 9)
     if name in T5_NAMES:
         network = seq2seq(name)[0]
-        three = (tokens, tokens, targets) if name.startswith("t5") else (tokens, tokens)
+        three = (tokens, tokens, targets)
         return network, three
     if name in ENCODERS:
         architecture, config = ENCODERS[name]

@@ -6,7 +6,6 @@ from causal_models import NAMES, T5_NAMES, UNPADDED, causal, seq2seq
 
 from null_device import stand_ins, work
 from null_device.cases import Numbers, case
-from null_device.device import counting
 from xformer.generation import samplers
 
 PROMPTS = {"one": [[5, 6, 7]], "two, padded": [[5, 6, 7], [8]]}
@@ -54,16 +53,6 @@ def add_seq2seq(name: str) -> None:
 
 for _name in T5_NAMES:
     add_seq2seq(_name)
-
-
-@case("texts", "Transformer.generate")
-def greedy() -> None:
-    """Looks at once a token (docs/cuda-kernels.md): here at the first one, which ends all texts."""
-    model = seq2seq("Transformer")[0]
-    params, source = work.parameters(model), work.PLACE.asarray(work.ids(37, 2, 7)[0])
-    with stand_ins.using(), counting() as seen:
-        model.generate(params, source, start_id=1, end_id=2, max_new_tokens=5)
-    assert seen.calls("D2H") == seen.calls("wait") == 1
 
 
 @case("texts", "sampled")

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Draw the picture and print its path."""
     require_drawable(args.out)
     loaded = opened(args)
-    is_pair = isinstance(getattr(loaded.model, "network", loaded.model), EncoderDecoder)
+    is_pair = isinstance(loaded.model, EncoderDecoder)
     if not is_pair and (args.kind is not None or args.target is not None):
         raise ValueError("--kind and --target need an encoder-decoder, and this model is not one")
     read = _read(args, loaded, is_pair)

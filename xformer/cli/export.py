@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             if own.modules or not own.include_prompt:
                 what = "Dense modules" if own.modules else "a prompt that is not pooled"
                 raise export.NotExported(f"--embeddings: {path} has {what}")
-            is_causal = getattr(model.network, "causal", False)
+            is_causal = getattr(model, "causal", False)
             pooling = args.pooling or own.pooling or ("last" if is_causal else "mean")
             normalize = own.normalize if args.normalize is None else args.normalize
             options |= {"pooling": pooling, "normalize": normalize}

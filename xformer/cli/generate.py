@@ -22,7 +22,7 @@ from xformer.dispatch.checks import require_id, require_memory, require_sizes
 from xformer.dispatch.shapes import STORED
 from xformer.generation import PrefilledPrompt, beam_search, decoded, prefill, stream, until
 from xformer.generation.constraints import constraints
-from xformer.generation.prefix import network_of
+from xformer.generation.prefix import require_writer
 from xformer.generation.settings import Settings, settings_of
 from xformer.generation.text import ends_of, hidden_ids
 from xformer.generation.token_ids import n_tokens
@@ -93,17 +93,18 @@ def run(args: argparse.Namespace) -> int:
     choice(args, Settings())  # raises for bad options before a model is read
     _require_precision(args)
     loaded = _with_memory(_rounded(opened(args), args), args)
-    network = network_of("generate", loaded.model)
-    settings = settings_of(network)
-    chosen, ends = choice(args, settings), _ends(args, loaded, network)
+    model = loaded.model
+    require_writer("generate", model)
+    settings = settings_of(model)
+    chosen, ends = choice(args, settings), _ends(args, loaded, model)
     prompt = loaded.prompt(args.prompt)
-    is_target = isinstance(network, EncoderDecoder)
+    is_target = isinstance(model, EncoderDecoder)
     first = start_id(loaded) if is_target else None
     start = time.perf_counter()
-    slides = loaded.slides and network.context is not None
-    ids_read = prompt[-network.context :] if slides else prompt
+    slides = loaded.slides and model.context is not None
+    ids_read = prompt[-model.context :] if slides else prompt
     try:
-        text = prefill(network, loaded.params, [ids_read], start_id=first)
+        text = prefill(model, loaded.params, [ids_read], start_id=first)
     except TypeError as error:
         if args.precision is None:
             raise
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     read = time.perf_counter()
     new: list[int] = []
     before, hidden = () if is_target else prompt, hidden_ids(loaded.tokenizer, ends)
-    samples = _new_ids(args, loaded, network, text, chosen, settings, ends)
+    samples = _new_ids(args, loaded, model, text, chosen, settings, ends)
     announce(args, settings, chosen)
     for i, ids in enumerate(samples, start=1):
         if len(samples) > 1:
@@ -154,7 +155,7 @@ def _with_memory(loaded: LoadedModel, args: argparse.Namespace) -> LoadedModel:
     """The model with a segment memory of --memory tokens. ValueError if it has none."""
     if args.memory is None:
         return loaded
-    if getattr(loaded.model.network, "memory_len", None) is None:
+    if getattr(loaded.model, "memory_len", None) is None:
         raise ValueError("--memory: the model has no memory (xformer train --positions xl)")
     require_sizes("generate", 0, **{"--memory": args.memory})
     return loaded._replace(model=dataclasses.replace(loaded.model, memory_len=args.memory))
@@ -170,41 +171,41 @@ def write(pieces: Iterable[str], prompt: str) -> None:
     print()
 
 
-def _ends(args: argparse.Namespace, loaded: LoadedModel, network: Any) -> frozenset[int]:
+def _ends(args: argparse.Namespace, loaded: LoadedModel, model: Any) -> frozenset[int]:
     """The ids that end the text: the model's stop tokens and --stop-id. ValueError for bad ids."""
     for i in args.stop_id:
-        require_id("--stop-id", n_tokens(network), id=i)
-    return ends_of(loaded.tokenizer, network).union(args.stop_id)
+        require_id("--stop-id", n_tokens(model), id=i)
+    return ends_of(loaded.tokenizer, model).union(args.stop_id)
 
 
 def _new_ids(
     args: argparse.Namespace,
     loaded: LoadedModel,
-    network: Any,
+    model: Any,
     text: PrefilledPrompt,
     chosen: Choice,
     settings: Settings,
     stops: frozenset[int],
 ) -> list[Iterator[int]]:
     """The ids of each sample as they are generated, with the one of `stops` that ends the text."""
-    max_new_tokens = _max_new(args, loaded, network, text, settings)
+    max_new_tokens = _max_new(args, loaded, model, text, settings)
     n, option = max((args.num_samples, "--num-samples"), (chosen.beams or 1, "--beams"))
     require_memory(f"the states of {option} {n}", n * tree.nbytes(text))
-    ends = ends_of(loaded.tokenizer, network)
+    ends = ends_of(loaded.tokenizer, model)
     filters = chosen.filters(constraints(settings, ends, text.width, max_new_tokens))
     if chosen.beams is None:
         options: Any = {"sampler": filters, "seed": args.seed, "sliding_context": loaded.slides}
         options["compiled"] = args.compile
         text = text.rows((0,) * args.num_samples) if args.num_samples > 1 else text
         steps = stream(
-            network, loaded.params, text, max_new_tokens=max_new_tokens, stop=stops, **options
+            model, loaded.params, text, max_new_tokens=max_new_tokens, stop=stops, **options
         )
         return [_column(rows, i) for i, rows in enumerate(tee(steps, args.num_samples))]
     if args.compile:
         warnings.warn("--compile: beam search is not compiled", RuntimeWarning, stacklevel=2)
     options = {"n_beams": chosen.beams, "max_new_tokens": max_new_tokens, "stop": stops}
     options |= {"filters": filters, **chosen.search}
-    (beams,) = beam_search(network, loaded.params, text, **options)
+    (beams,) = beam_search(model, loaded.params, text, **options)
     return [iter(beam.ids) for beam in beams[: args.num_samples]]
 
 
@@ -219,7 +220,7 @@ def _column(steps: Iterable[list[int | None]], i: int) -> Iterator[int]:
 def _max_new(
     args: argparse.Namespace,
     loaded: LoadedModel,
-    network: Any,
+    model: Any,
     text: PrefilledPrompt,
     settings: Settings,
 ) -> int:
@@ -234,8 +235,8 @@ def _max_new(
                 f"{settings.where}: max_length is {settings.max_length}, but the prompt has "
                 f"{text.width} tokens: give --max-new-tokens"
             )
-    fits = network.context is not None and not loaded.slides
-    return min(most, network.context - text.width + 1) if fits else most
+    fits = model.context is not None and not loaded.slides
+    return min(most, model.context - text.width + 1) if fits else most
 
 
 def _recorded(ids: Iterable[int], new: list[int], ends: Collection[int]) -> Iterator[int]:

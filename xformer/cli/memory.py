@@ -17,9 +17,7 @@ from xformer.cli.summary import Row, inspected, table
 from xformer.dispatch.checks import require_memory
 from xformer.dispatch.shapes import FLOATING
 from xformer.inspection.ledger import Ledger, ledger, measured_peak
-from xformer.inspection.measure import blocks_of
 from xformer.inspection.summary import LENGTH, context, ranges
-from xformer.models import GPT
 from xformer.optim import OPTIMISERS
 
 ABOUT = (
@@ -59,23 +57,22 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table, or the JSON. The weights are not read."""
     model, _ = inspected(Path(args.model))
-    network = model.network
-    network = dataclasses.replace(network, activation_checkpointing=args.activation_checkpointing)
-    most = model.max_len if isinstance(model, GPT) else context(network)
+    model = dataclasses.replace(model, activation_checkpointing=args.activation_checkpointing)
+    most = context(model)
     length = min(LENGTH, most or LENGTH) if args.seq_len is None else args.seq_len
     what = f"activations of a layer, which runs, for --batch {args.batch} texts of {length} tokens"
     n_tokens = args.batch * length
-    require_memory(what, 4 * n_tokens * blocks_of(network)[0].d_model)
+    require_memory(what, 4 * n_tokens * model.blocks[0].d_model)
     options: Any = {
         "batch": args.batch,
         "length": length,
         "dtype": args.dtype,
         "optimiser": args.optimiser,
     }
-    result = ledger(network, **options)
+    result = ledger(model, **options)
     if args.measure:
         print("measuring: training for a few steps", file=sys.stderr, flush=True)
-    measured = measured_peak(network, **options) if args.measure else None
+    measured = measured_peak(model, **options) if args.measure else None
     if args.json:
         print(json.dumps(data(result) | options | {"measured": measured}, indent=2))
         return 0

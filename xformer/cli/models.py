@@ -29,7 +29,7 @@ class LoadedModel(NamedTuple):
     model: Any
     params: Any
     tokenizer: Codec
-    slides: bool = False  # a text may be longer than the context: a GPT of xformer train
+    slides: bool = False  # a text may be longer than the context: of xformer train
     ends: bool = False  # `prompt` appends the EOS token, as `training.Pairs` does to a source
 
     def prompt(self, text: str, what: str = "prompt") -> list[int]:
@@ -68,16 +68,15 @@ def opened(args: argparse.Namespace) -> LoadedModel:
 def is_own(path: Path) -> bool:
     """Whether `path` is a folder written by xformer train or `training.save`."""
     config = path / files.CONFIG
-    return config.is_file() and read_json(config).get("format") == checkpoint.FORMAT
+    return config.is_file() and str(read_json(config).get("format")).startswith(checkpoint.OWN)
 
 
 def _trained(path: Path, backend: backends.Backend, dtype: str) -> LoadedModel:
     model: Any
     model, params = checkpoint.load(path, backend)
     words = vocabulary_of(path)
-    network = model.network
-    is_pair = isinstance(network, EncoderDecoder)
-    tables = (network.src_embed, network.target_embed) if is_pair else (network.embed,)
+    is_pair = isinstance(model, EncoderDecoder)
+    tables = (model.src_embed, model.target_embed) if is_pair else (model.embed,)
     sizes = sorted({table.vocab_size for table in tables if table is not None})
     if sizes != [words.size]:
         what = " bytes, because the folder has no vocabulary" if isinstance(words, Bytes) else ""

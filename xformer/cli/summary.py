@@ -15,7 +15,6 @@ from xformer.cli.models import is_own
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.dispatch.shapes import FLOATING
-from xformer.inspection.measure import blocks_of
 from xformer.inspection.summary import Part, Summary, context, summary
 from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.models import EncoderDecoder
@@ -99,14 +98,13 @@ def _title(model: Any) -> str:
 
 def _about(model: Any, stored: dict[str, int]) -> Iterator[Row]:
     """The configuration in a few rows."""
-    network = model.network
-    blocks = blocks_of(network)
+    blocks = model.blocks
     yield "model", _title(model)
     dtypes = ", ".join(dtype for dtype in stored if stored[dtype])
     yield "stored", f"{size(sum(stored.values()))} of {dtypes}"
     depth = f"{len(blocks)}"
-    if isinstance(network, EncoderDecoder):
-        depth = f"{len(network.encoder)} encoder, {len(network.decoder)} decoder"
+    if isinstance(model, EncoderDecoder):
+        depth = f"{len(model.encoder)} encoder, {len(model.decoder)} decoder"
     yield "layers", f"{depth}, width {_each(b.d_model for b in blocks)}"
     attns = [b.attn for b in blocks]
     heads = f"{_each(a.n_heads for a in attns)} heads of {_each(a.head_width for a in attns)}"
@@ -114,7 +112,7 @@ def _about(model: Any, stored: dict[str, int]) -> Iterator[Row]:
         heads += f", {_each(a.kv_heads for a in attns)} key/value heads"
     yield "attention", heads + _windows(blocks)
     yield "feed-forward", _feed_forward(blocks)
-    tables = {name: getattr(network, name, None) for name in ("embed", "src_embed", "tgt_embed")}
+    tables = {name: getattr(model, name, None) for name in ("embed", "src_embed", "tgt_embed")}
     sizes = sorted({e.vocab_size for e in tables.values() if e is not None})
     if sizes:
         yield "vocabulary", " and ".join(f"{n:,}" for n in sizes)
@@ -159,7 +157,7 @@ def _parts(model: Any, result: Summary) -> Iterator[Row]:
         yield part.name, times if whole is None else whole[0], f"{part.n_params:,}", share
         for name, (shapes, count) in groups.items():
             yield f"  {name}", shapes, f"{count:,}", ""
-    head = model.network.head
+    head = model.head
     if getattr(head, "tied", False):
         yield "head, tied", "the embedding's table", "0", ""
     yield "total", "", f"{result.n_params:,}", ""
@@ -224,7 +222,7 @@ def _memory(result: Summary) -> Iterator[Row]:
 
 
 def _flops(model: Any, result: Summary) -> Iterator[Row]:
-    flops, both = result.flops, isinstance(model.network, EncoderDecoder)
+    flops, both = result.flops, isinstance(model, EncoderDecoder)
     of = "one token of the source and one of the target, " if both else ""
     yield "FLOPs a token", "", of + "in matmuls, at that length"
     yield "  parameters", scaled(flops.weights, "FLOP"), ""

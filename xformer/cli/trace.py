@@ -24,7 +24,6 @@ from xformer.dispatch import reference_only
 from xformer.dispatch.checks import require_sizes
 from xformer.generation import Bytes
 from xformer.generation.prefix import backend_of_params
-from xformer.inspection.measure import blocks_of
 from xformer.inspection.trace import WIDTH, trace
 from xformer.models import GPT, Classifier, Discriminator, EncoderDecoder, TokenClassifier
 from xformer.ops import RandomKey
@@ -66,12 +65,12 @@ def run(args: argparse.Namespace) -> int:
     if args.layers is not None:
         require_sizes("trace", 1, **{"--layers": args.layers})
     loaded = _random(args) if args.model is None else opened(args)
-    network, params = _shortened(loaded.model.network, loaded.params, args.layers)
+    model, params = _shortened(loaded.model, loaded.params, args.layers)
     examples = _examples(loaded, loaded.prompt(args.text, "text"))
     backend = backend_of_params(params)
     arrays = [backend.asarray(ids) for ids in examples]
     with backend.active(), nullcontext() if args.kernels else reference_only(), trace() as steps:
-        loss, cache = network.loss(params, *arrays, dropout_key=RandomKey(0))
+        loss, cache = model.loss(params, *arrays, dropout_key=RandomKey(0))
         cache.backward()
     loss = float(backend.to_numpy(loss))
     names = list(dict.fromkeys(step.op for step in steps))
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     shown_steps = steps.table(op=args.op, values=args.values, width=min(columns, WIDTH))
-    n_layers = len(blocks_of(network))
+    n_layers = len(model.blocks)
     layers = f"{n_layers} layer{'s' if n_layers > 1 else ''}"
     what = f"{type(loaded.model).__name__}, {layers}, {examples[0].shape[1]} tokens"
     print(f"{what}: loss {loss:.4f} on {shown(args.text)!r}\n\n{shown_steps}")
@@ -102,42 +101,42 @@ def _random(args: argparse.Namespace) -> LoadedModel:
     return LoadedModel(model, model.init_from(backend.generator(0, args.dtype)), Bytes())
 
 
-def _shortened(network: Any, params: Any, n_layers: int | None) -> tuple[Any, Any]:
+def _shortened(model: Any, params: Any, n_layers: int | None) -> tuple[Any, Any]:
     """The network and its parameters with the first layers; of encoder and decoder each."""
     if n_layers is None:
-        return network, params
-    if getattr(network, "n_shared_layer_groups", None) is not None:
+        return model, params
+    if getattr(model, "n_shared_layer_groups", None) is not None:
         raise ValueError("--layers: the layers of this model share parameters; all must run")
-    if isinstance(network, EncoderDecoder):
-        parts = {"encoder": network.encoder, "decoder": network.decoder}
+    if isinstance(model, EncoderDecoder):
+        parts = {"encoder": model.encoder, "decoder": model.decoder}
     else:
-        parts = {"stack": network.blocks}
+        parts = {"stack": model.blocks}
     most = max(map(len, parts.values()))
     if n_layers > most:
         raise ValueError(f"--layers must be at most the model's {most}, got {n_layers}")
-    if isinstance(network, EncoderDecoder):
-        encoder, decoder = network.encoder[:n_layers], network.decoder[:n_layers]
-        network = replace(network, encoder=encoder, decoder=decoder)
+    if isinstance(model, EncoderDecoder):
+        encoder, decoder = model.encoder[:n_layers], model.decoder[:n_layers]
+        model = replace(model, encoder=encoder, decoder=decoder)
     else:
-        network = network.with_layers(range(n_layers))
+        model = model.with_layers(range(n_layers))
     stacks = {}
     for name in parts:
         stack = getattr(params, name)
         stacks[name] = stack._replace(blocks=stack.blocks[:n_layers])
-    return network, params._replace(**stacks)
+    return model, params._replace(**stacks)
 
 
 def _examples(loaded: LoadedModel, ids: list[int]) -> list[np.ndarray]:
     """The arrays of a training step on one text: tokens, and each token's successor."""
-    network = loaded.model.network
+    model = loaded.model
     tokens = np.array([ids])
-    if isinstance(network, EncoderDecoder):
+    if isinstance(model, EncoderDecoder):
         return [tokens, np.array([[start_id(loaded), *ids[:-1]]]), tokens]
-    if isinstance(network.head, Classifier):
+    if isinstance(model.head, Classifier):
         return [tokens, np.zeros(1, tokens.dtype)]  # a label
-    if isinstance(network.head, Discriminator | TokenClassifier):
+    if isinstance(model.head, Discriminator | TokenClassifier):
         return [tokens, np.zeros_like(tokens)]
-    if not network.causal:
+    if not model.causal:
         return [tokens, tokens]
     if len(ids) < 2:
         raise ValueError(f"--text must have at least 2 tokens, got {len(ids)}")

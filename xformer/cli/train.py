@@ -91,7 +91,7 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
     if options.origin is None or world.first(lambda: bool(checkpoints(run.folder))):
         params = job.model.init_from(job.backend.generator(options.seed, options.dtype))
         if options.init == "fixup":
-            params = fixup(params, n_branches=2 * job.model.n_layers)
+            params = fixup(params, n_branches=2 * len(job.model.blocks))
     else:
         params = train_from.first_params(options)
     optimiser = optimiser_of(job.config, options, world)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import os
 import shlex
@@ -17,9 +16,9 @@ from xformer.finetune.base import LONGEST
 from xformer.finetune.saving import TOKENIZER, copy_beside
 from xformer.generation.vocabulary import VOCABULARY
 from xformer.inspection.summary import context
-from xformer.models import GPT, LanguageModel, LMHead
+from xformer.models import LanguageModel, LMHead
 from xformer.pretrained.tokenizer import tokenizer
-from xformer.training import Subwords, Vocabulary, load_vocabulary
+from xformer.training import Subwords, Vocabulary, checkpoint, load_vocabulary
 from xformer.training.run import RUN, is_begun, read_run
 
 LR = 5e-5  # default for a pretrained model, as in xformer finetune
@@ -42,9 +41,8 @@ def origin_of(path: str) -> Origin:
     if root.is_file():
         raise ValueError(f"--from: must be the folder of a model, got the file {path}")
     model, _ = inspected(root)
-    network = model.network
-    is_causal = isinstance(network, LanguageModel) and network.causal
-    if not is_causal or not isinstance(network.head, LMHead):
+    is_causal = isinstance(model, LanguageModel) and model.causal
+    if not is_causal or not isinstance(model.head, LMHead):
         names = (getattr(model, "hf_config", None) or {}).get("architectures")
         kind = names[0] if names else type(model).__name__
         command = f"xformer finetune --model {shlex.quote(path)}"
@@ -52,9 +50,9 @@ def origin_of(path: str) -> Origin:
         raise ValueError(
             f"--from: must be a causal language model, got {kind}; train it with {where}"
         )
-    is_run = isinstance(model, GPT)
+    is_run = model.hf_config is None
     words = vocabulary_of(root) if is_run else Subwords(tokenizer(root))
-    size = network.embed.vocab_size
+    size = model.embed.vocab_size
     if is_run and words.size != size:
         raise ValueError(
             f"--from: {path}: the vocabulary must have the model's {size} tokens, got {words.size}"
@@ -77,22 +75,23 @@ class Usual(NamedTuple):
 def usual(path: str) -> Usual:
     """Sizes and context length of the model in a folder; if it is pretrained, a learning rate."""
     model = origin_of(path).model
-    network = model.network
-    block, most = network.blocks[0], network.context
-    length = model.max_len if isinstance(model, GPT) else context(model)
+    block, most = model.blocks[0], model.context
+    length = context(model)
+    if length is None and (Path(path) / RUN).is_file():  # positions "xl": that of its segments
+        length = read_run(path)["notes"]["max_len"]
     options = {
-        "layers": len(network.blocks),
-        "d_model": network.d_model,
+        "layers": len(model.blocks),
+        "d_model": model.d_model,
         "heads": block.attn.n_heads,
-        "positions": "xl" if block.attn.xl else network.embed.positions,
-        "memory": network.memory_len,
-        "position_mode": network.embed.mode,
+        "positions": "xl" if block.attn.xl else model.embed.positions,
+        "memory": model.memory_len,
+        "position_mode": model.embed.mode,
         "norm_placement": block.norm_placement,
         "residual_scale": block.residual_scale,
         "reversible": block.reversible,
         "dropout": block.dropout,
         "max_len": min(length or LONGEST, LONGEST),
-        **({} if isinstance(model, GPT) else {"lr": LR}),
+        **({} if model.hf_config is None else {"lr": LR}),
     }
     return Usual(options, math.inf if most is None else most)
 
@@ -105,8 +104,8 @@ def origin(options: argparse.Namespace) -> Origin:
     if options.resume is None:
         return origin_of(options.origin)
     try:
-        model = _noted(**read_run(options.resume)["about"]["model"])
-    except (KeyError, TypeError) as error:
+        model = _noted(read_run(options.resume)["about"]["model"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{Path(options.resume, RUN)}: its model is damaged: {error}") from error
     try:
         words = load_vocabulary(options.resume)
@@ -115,20 +114,20 @@ def origin(options: argparse.Namespace) -> Origin:
     return Origin(model, words)
 
 
-def _noted(name: str, **about: Any) -> Any:
-    return GPT(**about) if name == "GPT" else pretrained.model(about["source"])
+def _noted(about: dict[str, Any]) -> Any:
+    return pretrained.model(about["source"]) if "source" in about else checkpoint.model_of(about)
 
 
 def about_of(model: Any) -> dict[str, Any]:
     """The description of a model that a run stores. `origin` builds the model from it."""
-    if isinstance(model, GPT):
-        return {"name": "GPT", **dataclasses.asdict(model)}
+    if model.hf_config is None:
+        return checkpoint.described("train", model)
     return {"name": name_of(model), "source": dict(model.hf_config)}
 
 
 def name_of(model: Any) -> str:
     """The name of a model's architecture."""
-    return "GPT" if isinstance(model, GPT) else str(model.hf_config["architectures"][0])
+    return "GPT" if model.hf_config is None else str(model.hf_config["architectures"][0])
 
 
 def first_params(options: argparse.Namespace) -> Any:

@@ -15,8 +15,7 @@ from xformer.cli.progress import each, progress
 from xformer.cli.train_options import config_of
 from xformer.dispatch.checks import require_memory
 from xformer.distributed.launcher import launched
-from xformer.inspection.measure import blocks_of
-from xformer.models import GPT
+from xformer.models import GPT, LanguageModel
 from xformer.models.precision import require_reducible
 from xformer.pretrained.matching import shapes_of
 from xformer.training import (
@@ -45,7 +44,7 @@ UNITS: dict[type, str] = {Bytes: "byte", Characters: "character"}  # otherwise "
 class Job(NamedTuple):
     """A model to train, its data and the configuration of training."""
 
-    model: Any  # a GPT; with --from it may be a LanguageModel
+    model: LanguageModel
     loss: Loss
     corpus: Corpus
     source: Windows | Streams
@@ -88,10 +87,10 @@ def job_of(options: argparse.Namespace) -> Job:
     config = config_of(options)
     origin = None if options.origin is None else train_from.origin(options)
     words = _words(options) if origin is None else origin.vocabulary
-    memory = options.memory if origin is None else origin.model.network.memory_len
+    memory = options.memory if origin is None else origin.model.memory_len
     sizes = (options.layers, options.d_model, options.heads, options.max_len)
     model: Any = None if origin is None else origin.model
-    if model is None:
+    if origin is None:
         names = ("positions", "position_mode", "norm_placement", "residual_scale", "reversible")
         chosen: Any = {name: getattr(options, name) for name in (*names, "dropout")}
         model = GPT(1, *sizes, memory_len=memory, **chosen)  # refuses sizes before text is read
@@ -103,7 +102,7 @@ def job_of(options: argparse.Namespace) -> Job:
         # Raises for damaged tokens, before a folder is made.
         baseline = unigram_loss(corpus, report)
     if origin is None:
-        model = dataclasses.replace(model, vocab_size=corpus.vocabulary.size)
+        model = GPT(corpus.vocabulary.size, *sizes, memory_len=memory, **chosen)
     require_reducible("--precision", model, options.precision)
     prompt = PROMPT
     if options.data is not None:
@@ -123,7 +122,7 @@ def _require_memory(model: Any, options: argparse.Namespace) -> None:
     itemsize = 8 if options.dtype == "float64" else 4
     n_params = sum(map(math.prod, shapes_of(model).values()))
     require_memory("parameters and gradients", 2 * n_params * itemsize)
-    blocks = blocks_of(model.network)
+    blocks = model.blocks
     n_saved = 1 if blocks[0].reversible else len(blocks)
     n_tokens = options.batch * options.max_len // launched()
     what = f"the activations of --batch {options.batch} texts of {options.max_len} tokens"

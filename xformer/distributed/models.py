@@ -93,11 +93,11 @@ class _TensorParallel:
         return tree.map(lambda dp: dp * scale, grads), norm
 
 
-def _configs(network: Any) -> tuple[Any, ...]:
+def _configs(model: Any) -> tuple[Any, ...]:
     """The configurations of all blocks."""
-    if isinstance(network, EncoderDecoder):
-        return (*network.encoder, *network.decoder)
-    configs: tuple[Any, ...] = network.blocks
+    if isinstance(model, EncoderDecoder):
+        return (*model.encoder, *model.decoder)
+    configs: tuple[Any, ...] = model.blocks
     return configs
 
 
@@ -178,8 +178,8 @@ class ParallelLanguageModel(_TensorParallel, LanguageModel):
         The state has the keys and values of this process's heads.
         """
         if self.sequence:  # a token has no parts
-            network = tensor_parallel(self.original, self.world)
-            result: tuple[Array, Any] = network.decode(params, tokens, state, **options)
+            model = tensor_parallel(self.original, self.world)
+            result: tuple[Array, Any] = model.decode(params, tokens, state, **options)
             return result
         with _as_layers():
             return super().decode(params, tokens, state, **options)
@@ -294,21 +294,20 @@ def tensor_parallel(model: Any, world: World, *, sequence: bool = False) -> Any:
     networks of one linear layer, one projection of the memory for all layers. Dropout within a
     sublayer is refused when it is used.
     """
-    network = model.network
-    options = {f.name: getattr(network, f.name) for f in dataclasses.fields(network)}
+    options = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
     kind: type[Any] = ParallelLanguageModel
-    if isinstance(network, EncoderDecoder):
+    if isinstance(model, EncoderDecoder):
         kind = ParallelEncoderDecoder
-        if network.shared_memory:
+        if model.shared_memory:
             raise ValueError("parallel: shared_memory must be False: it is outside the sublayers")
         if sequence:
             raise ValueError("parallel: sequence = True needs a LanguageModel, got EncoderDecoder")
-    elif sequence and (network.embed is None or network.relative_bias is not None):
-        what = "an embedding" if network.embed is None else "no relative_bias"
+    elif sequence and (model.embed is None or model.relative_bias is not None):
+        what = "an embedding" if model.embed is None else "no relative_bias"
         raise ValueError(f"parallel: sequence = True needs {what}")
-    for config in _configs(network):
+    for config in _configs(model):
         require_attention(config)
-    if len({config.attn.kv_heads == 1 for config in _configs(network)}) > 1:
+    if len({config.attn.kv_heads == 1 for config in _configs(model)}) > 1:
         raise ValueError("parallel: n_kv_heads must be 1 in all blocks, or in none")
     for name, value in options.items():
         if isinstance(value, EmbedConfig):
@@ -319,12 +318,12 @@ def tensor_parallel(model: Any, world: World, *, sequence: bool = False) -> Any:
             options[name] = tuple(parallel_block(c, world, sequence=sequence) for c in value)
     table = options.get("embed") or options.get("tgt_embed") or options.get("src_embed")
     if table is not None:
-        options["head"] = parallel_head(network.head, table.vocab_size, world)
-    elif getattr(network.head, "of_tokens", False):
+        options["head"] = parallel_head(model.head, table.vocab_size, world)
+    elif getattr(model.head, "of_tokens", False):
         raise ValueError("parallel: a head over a vocabulary needs an embedding, got None")
     if sequence:
         options["sequence"] = True
-    return kind(**options, original=network, world=world)
+    return kind(**options, original=model, world=world)
 
 
 def _parallel_embed(config: EmbedConfig, world: World) -> ParallelEmbed:

@@ -199,37 +199,36 @@ def pipeline(model: Any, world: World) -> Pipeline:
         params = part.shard(params)
         loss, grads = part.gradients(params, batches)
 
-    model: a LanguageModel or a GPT, with a head that gives a loss
+    model: a LanguageModel, with a head that gives a loss
 
     ValueError, which names the option, for what layers of several stages have in common: shared
     parameters, a relative bias, positions for queries and keys, reversible streams, losses of
     routers; and for fewer layers than processes. There is no dropout.
     """
-    network = model.network
-    if not isinstance(network, LanguageModel):
-        raise TypeError(f"pipeline: model must be a LanguageModel, got {type(network).__name__}")
-    if not hasattr(network.head, "loss"):
-        got = type(network.head).__name__
+    if not isinstance(model, LanguageModel):
+        raise TypeError(f"pipeline: model must be a LanguageModel, got {type(model).__name__}")
+    if not hasattr(model.head, "loss"):
+        got = type(model.head).__name__
         raise ValueError(f"pipeline: a loss needs a head that gives logits, got {got}")
-    if network.embed is None:
+    if model.embed is None:
         raise ValueError("pipeline: the model must have an embedding, got None")
-    if len(network.blocks) < world.size:
+    if len(model.blocks) < world.size:
         raise ValueError(
-            f"pipeline: {world.size} processes need as many layers, got {len(network.blocks)}"
+            f"pipeline: {world.size} processes need as many layers, got {len(model.blocks)}"
         )
     in_common = {
-        "n_shared_layer_groups": network.n_shared_layer_groups is not None,
-        "relative_bias": network.relative_bias is not None,
-        'embed.mode "qkv"': network.embed.mode == "qkv" and network.embed.positions != "none",
-        "reversible": network.blocks[0].reversible,
-        "load_balancing_weight": network.load_balancing_weight != 0,
-        "router_z_weight": network.router_z_weight != 0,
+        "n_shared_layer_groups": model.n_shared_layer_groups is not None,
+        "relative_bias": model.relative_bias is not None,
+        'embed.mode "qkv"': model.embed.mode == "qkv" and model.embed.positions != "none",
+        "reversible": model.blocks[0].reversible,
+        "load_balancing_weight": model.load_balancing_weight != 0,
+        "router_z_weight": model.router_z_weight != 0,
     }
     if world.size > 1 and (present := [name for name, there in in_common.items() if there]):
         raise ValueError(
             f"pipeline: layers on several processes exclude {', '.join(present)}, which they share"
         )
-    return Pipeline(network, world)
+    return Pipeline(model, world)
 
 
 def _table_only(table: Array) -> EmbedParams:

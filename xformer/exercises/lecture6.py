@@ -183,7 +183,7 @@ def _other_step(a: SimpleNamespace, sign: float, head: float, lookup: float) -> 
     params = tree.unflatten(MODEL.init(dtype="float64"), a.params)
     _, cache = MODEL.loss(params, a.tokens, a.targets)
     grads = tree.flatten(cache.backward())
-    x, _ = MODEL.network.hidden(params, a.tokens)
+    x, _ = MODEL.hidden(params, a.tokens)
     logits, _ = MODEL.forward(params, a.tokens)
     dlogits = ops.cross_entropy(logits, targets=a.targets)[1].backward()
     by_head = rows(dlogits).T @ rows(x)

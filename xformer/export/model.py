@@ -19,7 +19,7 @@ from xformer.export.recording import Input, recorded
 from xformer.export.writing import Exported, require_onnx, require_path, write
 from xformer.layers.recurrent_state import is_recurrent
 from xformer.layers.rope_by_layer import distinct, max_unscaled_len
-from xformer.models import EncoderDecoder, LanguageModel, Pooler, Transformer
+from xformer.models import EncoderDecoder, LanguageModel, Pooler
 from xformer.models.pooled import require_pooling
 from xformer.sentences.embed import pooling_of
 
@@ -50,9 +50,9 @@ def onnx(
 
     Inputs, with dynamic sizes by name:
 
-    - a `LanguageModel` or `GPT`: tokens (batch, length), int64; vectors (batch, length, D) if the
+    - a `LanguageModel`: tokens (batch, length), int64; vectors (batch, length, D) if the
       model has no embedding
-    - an `EncoderDecoder` or `Transformer`: src (batch, source_length), tgt (batch, target_length)
+    - an `EncoderDecoder`: src (batch, source_length), tgt (batch, target_length)
     - mask (batch, length), or src_mask (batch, source_length): bool, True = a token
     - types (batch, length), int64
 
@@ -63,8 +63,8 @@ def onnx(
     pooling: of `sentences.embed`, such as "mean" or ("max", "mean"): write the embeddings of texts
         instead of logits
     normalize: scale embeddings to length 1
-    mask: whether there is an input for the padding; None: for an encoder, an `EncoderDecoder`, and
-        with a pooling. A `Transformer` has none: it knows its padding by pad_id.
+    mask: whether there is an input for the padding; None: for an encoder, an `EncoderDecoder`
+        without a pad_id, and with a pooling
     types: whether there is an input for BERT's token types
     sizes: sizes that are fixed, such as {"batch": 1, "length": 128}; the others are dynamic
     max_len: the largest length; None: the model's context
@@ -75,34 +75,30 @@ def onnx(
     """
     require_onnx()
     file = require_path(path)
-    network = require_model("onnx", model)
+    require_model("onnx", model)
     weights = host("onnx", params)
     if pooling is not None:
-        pooling = pooling_of("onnx", network, pooling)
-        require_pooling(pooling, getattr(network, "head", None))
-    is_pair = isinstance(network, EncoderDecoder)
+        pooling = pooling_of("onnx", model, pooling)
+        require_pooling(pooling, getattr(model, "head", None))
+    is_pair = isinstance(model, EncoderDecoder)
     if is_pair and (pooling is not None or types):
         name = "types" if types else "pooling"
         raise ValueError(f"onnx: {name} is for a LanguageModel, got an encoder-decoder")
     if mask is None:
-        mask = not isinstance(model, Transformer) and (
-            is_pair or not network.causal or pooling is not None
-        )
-    elif mask and isinstance(model, Transformer):
-        raise ValueError("onnx: a Transformer has no mask; it knows its padding by pad_id")
-    if types and not (network.embed is not None and network.embed.n_types):
+        mask = model.pad_id is None if is_pair else not model.causal or pooling is not None
+    if types and not (model.embed is not None and model.embed.n_types):
         raise ValueError("onnx: types are for a model with token types")
-    inputs = data_inputs(network, next(iter(weights.values())).dtype)
+    inputs = data_inputs(model, next(iter(weights.values())).dtype)
     first = next(iter(inputs.values())).shape[:2]
     if mask:
         inputs["src_mask" if is_pair else "mask"] = Input(first, bool)
     if types:
         inputs["types"] = Input(first, np.int64)
     if pooling is None:
-        call: Any = model.forward if isinstance(model, Transformer) else network.forward
-        output = "hidden" if isinstance(network.head, Pooler | None) else "logits"
+        call: Any = model.forward
+        output = "hidden" if isinstance(model.head, Pooler | None) else "logits"
     else:
-        call, output = partial(network.pooled, pooling=pooling, normalize=normalize), "embeddings"
+        call, output = partial(model.pooled, pooling=pooling, normalize=normalize), "embeddings"
 
     def fn(arrays: dict[str, Array]) -> dict[str, Array]:
         data = {name: arrays[name] for name in inputs}
@@ -119,15 +115,11 @@ def onnx(
 POSITIONAL = ("tokens", "vectors", "src", "tgt")
 
 
-def require_model(what: str, model: Any) -> Any:
-    """The network of a model. TypeError for another object."""
-    network = getattr(model, "network", None)
-    if not isinstance(network, LanguageModel | EncoderDecoder):
-        raise TypeError(
-            f"{what}: model must be a GPT, LanguageModel, EncoderDecoder or Transformer, "
-            f"got {type(model).__name__}"
-        )
-    return network
+def require_model(what: str, model: Any) -> None:
+    """TypeError for another object than a model."""
+    if not isinstance(model, LanguageModel | EncoderDecoder):
+        got = type(model).__name__
+        raise TypeError(f"{what}: model must be a LanguageModel or EncoderDecoder, got {got}")
 
 
 def host(what: str, params: Any) -> dict[str, np.ndarray]:
@@ -148,17 +140,17 @@ def named(params: Any, arrays: Mapping[str, Any], prefix: str = "") -> Any:
     return tree.map(lambda _: arrays[prefix + next(names)], params)
 
 
-def data_inputs(network: Any, dtype: Any) -> dict[str, Input]:
+def data_inputs(model: Any, dtype: Any) -> dict[str, Input]:
     """The tokens, or the vectors, that a model reads."""
-    if isinstance(network, LanguageModel):
+    if isinstance(model, LanguageModel):
         shape = ("batch", "length")
-        if network.embed is None:
-            return {"vectors": Input((*shape, network.d_model), dtype)}
+        if model.embed is None:
+            return {"vectors": Input((*shape, model.d_model), dtype)}
         return {"tokens": Input(shape, np.int64)}
     inputs = {}
     for name, length, embed, blocks in (
-        ("src", "source_length", network.src_embed, network.encoder),
-        ("tgt", "target_length", network.target_embed, network.decoder),
+        ("src", "source_length", model.src_embed, model.encoder),
+        ("tgt", "target_length", model.target_embed, model.decoder),
     ):
         width = (blocks[0].d_model,) if embed is None else ()
         inputs[name] = Input(("batch", length, *width), dtype if width else np.int64)
@@ -171,11 +163,10 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
     ValueError if max_len is larger than the context. NotExported if RoPE frequencies change with
     the length, or a layer is recurrent.
     """
-    network = model.network
-    if isinstance(network, EncoderDecoder):
-        embeds = {"source_length": network.src_embed, "target_length": network.target_embed}
+    if isinstance(model, EncoderDecoder):
+        embeds = {"source_length": model.src_embed, "target_length": model.target_embed}
     else:
-        embeds = {"length": network.embed}
+        embeds = {"length": model.embed}
     result = {"batch": BATCH}
     for name, embed in embeds.items():
         limit = None if embed is None or embed.max_len is None else embed.max_len - embed.offset
@@ -183,9 +174,9 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
             (max_len,) = require_sizes("onnx", 1, max_len=max_len)
             if limit is not None and max_len > limit:
                 raise ValueError(f"onnx: max_len must be at most {limit}, got {max_len}")
-            limit = min(_uncut(network, max_len), UNBOUNDED if limit is None else limit)
+            limit = min(_uncut(model, max_len), UNBOUNDED if limit is None else limit)
         result[name] = UNBOUNDED if limit is None else limit
-    rotary: Any = getattr(network, "rotary", None)
+    rotary: Any = getattr(model, "rotary", None)
     n = max_unscaled_len(rotary)
     if "length" not in (sizes or {}) and result.get("length", 0) > n:
         scaling = next(c.scaling for c in distinct(rotary) if c.max_unscaled_len == n)
@@ -193,7 +184,7 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
             f'onnx: rotary scaling "{scaling}" has other frequencies for more than {n} '
             f"tokens: give max_len={n}, or fix length with sizes"
         )
-    recurrent = any(map(is_recurrent, getattr(network, "blocks", ())))
+    recurrent = any(map(is_recurrent, getattr(model, "blocks", ())))
     if "length" not in (sizes or {}) and recurrent:
         raise NotExported(
             "onnx: a gated DeltaNet reads a sequence in chunks, whose number must be known: fix "
@@ -202,15 +193,15 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
     return result
 
 
-def _uncut(network: Any, max_len: int) -> int:
+def _uncut(model: Any, max_len: int) -> int:
     """The smallest length from max_len on, where tables of distances do not change their kind.
 
     One token less must have the same graph.
     """
-    if isinstance(network, LanguageModel):
-        if network.blocks[0].attn.xl:  # its table has a power of two of rows
+    if isinstance(model, LanguageModel):
+        if model.blocks[0].attn.xl:  # its table has a power of two of rows
             return 1 << (max_len - 1).bit_length()
-        biases = [network.relative_bias]
+        biases = [model.relative_bias]
     else:
-        biases = [network.encoder_relative_bias, network.decoder_relative_bias]
+        biases = [model.encoder_relative_bias, model.decoder_relative_bias]
     return max_len + any(bias is not None and bias.max_distance == max_len for bias in biases)

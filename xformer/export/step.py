@@ -16,7 +16,7 @@ from xformer.base.choices import require_one_of
 from xformer.export.model import data_inputs, host, largest, named, require_model
 from xformer.export.recording import Input, recorded
 from xformer.export.writing import Exported, require_onnx, require_path, write
-from xformer.models import Classifier, LanguageModel, Transformer
+from xformer.models import Classifier, LanguageModel
 from xformer.ops import RandomKey
 
 
@@ -45,9 +45,8 @@ def onnx_step(
 
     - params.NAME for each parameter, and state.NAME for each array and counter of the optimiser's
       state
-    - tokens (batch, length) or vectors; src (batch, source_length) and tgt (batch, target_length);
-      of a `Transformer`, tgt has the start token and the end token, one token more than it reads
-    - targets (batch, length), or (batch,) of a Classifier; not for a `Transformer`
+    - tokens (batch, length) or vectors; src (batch, source_length) and tgt (batch, target_length)
+    - targets (batch, length), or (batch,) of a Classifier
     - mask (batch, length) or src_mask (batch, source_length): bool, with `mask`
     - lr (), the learning rate, in the parameters' dtype
     - number (), int64, with `dropout_seed`: the number of the step, from 1
@@ -71,22 +70,18 @@ def onnx_step(
     """
     require_onnx()
     file = require_path(path)
-    network = require_model("onnx_step", model)
+    require_model("onnx_step", model)
     weights = host("onnx_step", params)
     if isinstance(optimiser, str):
         require_one_of("onnx_step: optimiser", optimiser, optim.OPTIMISERS)
         optimiser = optim.OPTIMISERS[optimiser]
-    is_transformer = isinstance(model, Transformer)
-    if mask and is_transformer:
-        raise ValueError("onnx_step: a Transformer has no mask; it knows its padding by pad_id")
     dtype = next(iter(weights.values())).dtype
-    data = data_inputs(network, dtype)
+    data = data_inputs(model, dtype)
     first = next(iter(data.values())).shape[:2]
     last = list(data.values())[-1].shape[:2]
-    if not is_transformer:
-        of_text = isinstance(getattr(network, "head", None), Classifier)
-        data["targets"] = Input(last[:1] if of_text else last, np.int64)
-    masked = "mask" if isinstance(network, LanguageModel) else "src_mask"
+    of_text = isinstance(getattr(model, "head", None), Classifier)
+    data["targets"] = Input(last[:1] if of_text else last, np.int64)
+    masked = "mask" if isinstance(model, LanguageModel) else "src_mask"
     others = {"lr": Input((), dtype)}
     if mask:
         others[masked] = Input(first, bool)
@@ -103,9 +98,7 @@ def onnx_step(
             settings[masked] = arrays[masked]
         if dropout_seed is not None:
             settings["dropout_key"] = RandomKey(dropout_seed, step=arrays["number"])
-        value, cache = (model if is_transformer else network).loss(
-            model_params, *(arrays[name] for name in data), **settings
-        )
+        value, cache = model.loss(model_params, *(arrays[n] for n in data), **settings)
         max_norm = math.inf if clip is None else clip
         grads, norm = optim.clip_by_global_norm(cache.backward(), max_norm=max_norm)
         trained = tree.trained(model_params)
@@ -118,8 +111,6 @@ def onnx_step(
     values |= {f"state.{name}": np.asarray(leaf) for name, leaf in leaves.items()}
     inputs = {name: Input(x.shape, x.dtype) for name, x in values.items()}
     limits = largest(model, max_len, sizes)
-    if is_transformer:
-        limits["target_length"] += 1
     graph, outputs = recorded(fn, inputs | data | others, limits, sizes)
     about = {"model": type(model).__name__}
     return write(file, graph, outputs, {}, about, first=values)

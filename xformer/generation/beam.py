@@ -17,8 +17,8 @@ from xformer.generation.prefix import (
     backend_of_params,
     extended,
     fitting,
-    network_of,
     prefill,
+    require_writer,
     stop_ids,
 )
 from xformer.generation.samplers import Filter, Ids, require_finite
@@ -64,7 +64,7 @@ def beam_search(
     ValueError if prompt and max_new_tokens do not fit the context, and for bad prompts (`prefill`),
     bad numbers, and logits that are not finite.
     """
-    network = network_of("beam_search", model)
+    require_writer("beam_search", model)
     n_beams, max_new_tokens = require_sizes(
         "beam_search", 1, n_beams=n_beams, max_new_tokens=max_new_tokens
     )
@@ -74,12 +74,12 @@ def beam_search(
             f'beam_search: early_stopping must be True, False or "never", got {early_stopping!r}'
         )
     stops = stop_ids("beam_search", stop)
-    start = fitting("beam_search", network, prompts, max_new_tokens)
+    start = fitting("beam_search", model, prompts, max_new_tokens)
     rule = Rule(n_beams, max_new_tokens, penalty, early_stopping, stops)
     backend = backend_of_params(params)
     with backend.active():
-        text = start if isinstance(start, PrefilledPrompt) else prefill(network, params, start)
-        searches = _searched(network, params, text, rule, backend, filters)
+        text = start if isinstance(start, PrefilledPrompt) else prefill(model, params, start)
+        searches = _searched(model, params, text, rule, backend, filters)
     return [search.ended for search in searches]
 
 
@@ -96,7 +96,7 @@ def _usable_penalty(length_penalty: float, max_new_tokens: int) -> float:
 
 
 def _searched(
-    network: Any,
+    model: Any,
     params: Any,
     text: PrefilledPrompt,
     rule: Rule,
@@ -113,7 +113,7 @@ def _searched(
             if rows != list(range(len(rows))):
                 text = text.rows(rows)
             new = [i for s in searches for i in s.new]
-            text = extended(network, params, text, new, backend)
+            text = extended(model, params, text, new, backend)
         scored = ops.log_softmax(text.logits)[0]
         log_probs = backend.to_numpy(scored if filters is None else filters(scored, text.ids))
         require_finite("beam_search", log_probs.max(axis=-1))

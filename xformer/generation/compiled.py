@@ -34,57 +34,57 @@ PAYS = 24  # least new tokens for which `stream` compiles unless it is asked
 
 
 def compiled_tokens(
-    op: str, network: Any, params: Any, most: int, *, asked: bool | None, is_greedy: bool = False
+    op: str, model: Any, params: Any, most: int, *, asked: bool | None, is_greedy: bool = False
 ) -> CompiledTokens | None:
     """The compiled decoding of texts of at most `most` tokens; None if it is not possible.
 
     asked: warn with a RuntimeWarning if it is not possible, and compile prompts too.
     is_greedy: also compute the next ids of greedy decoding.
     """
-    most, backend = min(most, network.context or most), backend_of_params(params)
-    why = why_not_compiled(network, backend, most)
+    most, backend = min(most, model.context or most), backend_of_params(params)
+    why = why_not_compiled(model, backend, most)
     if why is None and op == "speculative" and backend.graphs:
         why = f"a graph of backend {backend.name} reads one token at a time"
     if why is None:
-        return CompiledTokens(network, params, backend, most, is_greedy, asked=bool(asked))
+        return CompiledTokens(model, params, backend, most, is_greedy, asked=bool(asked))
     if asked:
         warnings.warn(f"{op}: tokens are not compiled: {why}", RuntimeWarning, stacklevel=3)
     return None
 
 
-def why_not_compiled(network: Any, backend: Backend, most: int) -> str | None:
+def why_not_compiled(model: Any, backend: Backend, most: int) -> str | None:
     """The reason why the decoding step of `network` cannot be compiled; None if it can.
 
     backend: of the parameters
     most: the tokens of the longest text, with its prompt
     """
-    is_pair = isinstance(network, EncoderDecoder)
+    is_pair = isinstance(model, EncoderDecoder)
     if is_pair and backend.graphs:
         return "the model is an encoder-decoder"
-    configs = network.decoder if is_pair else network.blocks
+    configs = model.decoder if is_pair else model.blocks
     if any(config.attn.shaw_max_distance is not None for config in configs):
         return "Shaw's relative positions depend on the number of keys"
     if any(config.attn.xl for config in configs):
         return "Transformer-XL's relative positions depend on the number of keys"
     if any(map(is_recurrent, configs)):
         return "the state of a gated DeltaNet cannot drop tokens"
-    if most > _max_unscaled_len(network):
-        return f"RoPE frequencies change after {_max_unscaled_len(network)} tokens"
+    if most > _max_unscaled_len(model):
+        return f"RoPE frequencies change after {_max_unscaled_len(model)} tokens"
     if backend.compiled(lambda: None, ()) is None:
         return f"backend {backend.name} compiles nothing"
     return None
 
 
-def _max_unscaled_len(network: Any) -> float:
+def _max_unscaled_len(model: Any) -> float:
     """The most tokens with unchanged RoPE frequencies; inf if they never change."""
-    return max_unscaled_len(getattr(network, "rotary", None))
+    return max_unscaled_len(getattr(model, "rotary", None))
 
 
-def width_of(network: Any, prompts: Ids | PrefilledPrompt) -> int:
+def width_of(model: Any, prompts: Ids | PrefilledPrompt) -> int:
     """The number of tokens of the longest prompt; 1, the start token, for an encoder-decoder."""
     if isinstance(prompts, PrefilledPrompt):
         return prompts.width
-    return 1 if isinstance(network, EncoderDecoder) else max(map(len, prompts))
+    return 1 if isinstance(model, EncoderDecoder) else max(map(len, prompts))
 
 
 class CompiledTokens:
@@ -102,7 +102,7 @@ class CompiledTokens:
 
     def __init__(
         self,
-        network: Any,
+        model: Any,
         params: Any,
         backend: Backend,
         most: int,
@@ -110,12 +110,12 @@ class CompiledTokens:
         *,
         asked: bool = False,
     ) -> None:
-        self.network, self.params, self.backend = network, params, backend
+        self.model, self.params, self.backend = model, params, backend
         self.is_greedy, self.asked = is_greedy, asked
-        limit = min(network.context or math.inf, _max_unscaled_len(network))
+        limit = min(model.context or math.inf, _max_unscaled_len(model))
         self.limit = most if backend.graphs else limit
         call = _compiled.__wrapped__ if backend.graphs else _compiled
-        self._make = partial(call, network, is_greedy, backend)
+        self._make = partial(call, model, is_greedy, backend)
         self._call: Any = None
         self._source: Any = None  # keys, values and mask of an encoder-decoder's source
         self._state: Any = None
@@ -167,14 +167,14 @@ class CompiledTokens:
             else:  # near the end of the context there are no slots for padding
                 parts = self.params, self._source, self._state
                 logits, self._state = _extended(
-                    self.network, self.backend, *parts, self.backend.asarray(tokens)
+                    self.model, self.backend, *parts, self.backend.asarray(tokens)
                 )
         return logits[0, : len(part), :]
 
     def forget(self, n: int) -> None:
         """Remove the last `n` tokens of the texts."""
         if n:
-            self._state = self.network.truncate(self._state, n)
+            self._state = self.model.truncate(self._state, n)
 
     def _several(
         self, text: PrefilledPrompt, ids: Any, n: int
@@ -220,14 +220,14 @@ def _parted(state: Any) -> tuple[Any, Any]:
 
 
 def _extended(
-    network: Any, backend: Backend, params: Any, source: Any, state: Any, ids: Array
+    model: Any, backend: Backend, params: Any, source: Any, state: Any, ids: Array
 ) -> tuple[Array, Any]:
     """Logits (B, T, V) after each of ids (B, T), and the new state without its source."""
     if source is None:
-        logits, state = network.decode(params, ids, state, all_logits=True)
+        logits, state = model.decode(params, ids, state, all_logits=True)
     else:
         state = state._replace(memory=source[0], src_mask=source[1])
-        logits, state = network.decode(params, ids, state, all_logits=True)
+        logits, state = model.decode(params, ids, state, all_logits=True)
         state = state._replace(memory=(), src_mask=None)
     return backend.upcast(logits), state
 
@@ -239,11 +239,11 @@ def _longer(text: PrefilledPrompt, more: Any) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(KEPT)
-def _compiled(network: Any, is_greedy: bool, backend: Backend) -> Any:
+def _compiled(model: Any, is_greedy: bool, backend: Backend) -> Any:
     """The compiled decoding step. Greedy decoding may get one that can be `repeated`."""
 
     def step(params: Any, source: Any, state: Any, ids: Array) -> tuple[Any, Array, Array | None]:
-        logits, state = _extended(network, backend, params, source, state, ids)
+        logits, state = _extended(model, backend, params, source, state, ids)
         return state, logits, greedy(logits[:, -1, :]) if is_greedy else None
 
     def following(params: Any, source: Any, text: Any, first: Any) -> tuple[Any, Array]:
@@ -254,7 +254,7 @@ def _compiled(network: Any, is_greedy: bool, backend: Backend) -> Any:
         """
         state, ids, written = text
         xp, column = array_namespace(ids), state.length - first
-        logits, state = _extended(network, backend, params, source, state, ids)
+        logits, state = _extended(model, backend, params, source, state, ids)
         chosen = greedy(logits[:, -1, :])[:, None]
         written = xp.where(xp.arange(MOST) == column, chosen, written)
         return (state, xp.maximum(chosen, xp.zeros_like(chosen)), written), logits

@@ -19,8 +19,8 @@ from xformer.generation.prefix import (
     checked,
     extended,
     fitting,
-    network_of,
     prefill,
+    require_writer,
     stop_ids,
 )
 from xformer.generation.samplers import Filter, Ids, draw, require_filter, require_finite
@@ -89,30 +89,30 @@ def stream(
     ValueError if prompt and max_new_tokens do not fit the context (without sliding_context), for
     bad prompts (`prefill`), and for logits that are not finite.
     """
-    network = network_of("generate", model)
+    require_writer("generate", model)
     max_new_tokens, seed = require_sizes("generate", 0, max_new_tokens=max_new_tokens, seed=seed)
     stops = stop_ids("generate", stop)
     require_filter("generate", sampler)
-    if sliding_context and isinstance(network, EncoderDecoder):
+    if sliding_context and isinstance(model, EncoderDecoder):
         raise ValueError("generate: sliding_context needs a LanguageModel, got an EncoderDecoder")
     if sliding_context:
         prompts = prompts if isinstance(prompts, PrefilledPrompt) else checked(prompts)
     else:
-        prompts = fitting("generate", network, prompts, max_new_tokens)
+        prompts = fitting("generate", model, prompts, max_new_tokens)
     n_texts = len(prompts.ids if isinstance(prompts, PrefilledPrompt) else prompts)
     rngs = [np.random.default_rng([seed, i]) for i in range(n_texts)]
     tokens, backend = None, backend_of_params(params)
     is_default = max_new_tokens >= PAYS and records(params)
     if is_default if compiled is None else compiled:
         # The last token is not decoded, so it needs no slot.
-        most = width_of(network, prompts) + max(max_new_tokens - 1, 0)
+        most = width_of(model, prompts) + max(max_new_tokens - 1, 0)
         kind: Any = {"asked": compiled, "is_greedy": sampler is None}
-        tokens = compiled_tokens("generate", network, params, most, **kind)
-    return _stream(network, params, prompts, max_new_tokens, sampler, stops, rngs, tokens, backend)
+        tokens = compiled_tokens("generate", model, params, most, **kind)
+    return _stream(model, params, prompts, max_new_tokens, sampler, stops, rngs, tokens, backend)
 
 
 def _stream(
-    network: Any,
+    model: Any,
     params: Any,
     prompts: Ids | PrefilledPrompt,
     max_new_tokens: int,
@@ -127,7 +127,7 @@ def _stream(
         if isinstance(prompts, PrefilledPrompt):
             text = prompts
         else:
-            text = _read(network, params, prompts, compiled=asked)
+            text = _read(model, params, prompts, compiled=asked)
     chosen: np.ndarray | None = None
     running, n_new = [True] * len(rngs), 0
     try:
@@ -141,7 +141,7 @@ def _stream(
                 return
             most, width = 1 if sampler is not None else max_new_tokens - n_new, text.width + 1
             with backend.active():
-                text, chosen = _grown(network, params, text, new, tokens, backend, most)
+                text, chosen = _grown(model, params, text, new, tokens, backend, most)
             for k in range(text.width - width, 0, -1):  # greedy ids of the same compiled call
                 new = [ids[-k] for ids in text.ids]
                 _require_ids(backend, text.logits, new)
@@ -156,7 +156,7 @@ def _stream(
 
 
 def _grown(
-    network: Any,
+    model: Any,
     params: Any,
     text: PrefilledPrompt,
     new: Sequence[int],
@@ -169,20 +169,20 @@ def _grown(
     A compiled call may append further greedy ids, up to `most` tokens in all. A text that fills the
     context is read again without its first tokens.
     """
-    free = most if network.context is None else network.context - text.width
+    free = most if model.context is None else model.context - text.width
     if free <= 0:
         longer = [(*ids, i) for ids, i in zip(text.ids, new, strict=True)]
-        return _read(network, params, longer, compiled=tokens is not None), None
+        return _read(model, params, longer, compiled=tokens is not None), None
     if tokens is not None:
         return tokens(text, new, min(most, free))
-    return extended(network, params, text, new, backend), None
+    return extended(model, params, text, new, backend), None
 
 
-def _read(network: Any, params: Any, prompts: Ids, *, compiled: bool) -> PrefilledPrompt:
+def _read(model: Any, params: Any, prompts: Ids, *, compiled: bool) -> PrefilledPrompt:
     """Read the prompts; of a prompt longer than the context, only its last tokens."""
-    if network.context is not None and isinstance(network, LanguageModel):
-        prompts = [prompt[-network.context :] for prompt in prompts]
-    return prefill(network, params, prompts, compiled=compiled)
+    if model.context is not None and isinstance(model, LanguageModel):
+        prompts = [prompt[-model.context :] for prompt in prompts]
+    return prefill(model, params, prompts, compiled=compiled)
 
 
 def _choose(

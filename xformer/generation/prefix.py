@@ -74,21 +74,21 @@ def prefill(
     holds, and after or chunk for a model with memory_len. TypeError if prompts or after have
     another type.
     """
-    network = network_of("prefill", model)
+    require_writer("prefill", model)
     rows = checked(prompts)
     if chunk is not None:
         (chunk,) = require_sizes("prefill", 1, chunk=chunk)
     if chunk is not None or after is not None:
-        require_no_memory("prefill in pieces", network)
+        require_no_memory("prefill in pieces", model)
     if after is not None and not isinstance(after, PrefilledPrompt):
         raise TypeError(f"prefill: after must be a PrefilledPrompt, got {type(after).__name__}")
     backend = backend_of_params(params)
     with backend.active():
-        return _read(network, params, rows, backend, after, start_id, chunk, compiled=compiled)
+        return _read(model, params, rows, backend, after, start_id, chunk, compiled=compiled)
 
 
 def _read(
-    network: Any,
+    model: Any,
     params: Any,
     rows: Ids,
     backend: Backend,
@@ -99,35 +99,35 @@ def _read(
     compiled: bool,
 ) -> PrefilledPrompt:
     if after is None:
-        state, rows = opened(network, params, rows, backend, start_id, compiled=compiled)
+        state, rows = opened(model, params, rows, backend, start_id, compiled=compiled)
         before: Ids = ((),) * len(rows)
         width = 0
     else:
-        embed = network.target_embed if isinstance(network, EncoderDecoder) else network.embed
+        embed = model.target_embed if isinstance(model, EncoderDecoder) else model.embed
         _require_prompt_ids(rows, embed)
-        before, _, state, width = _aligned(after, rows, network)
+        before, _, state, width = _aligned(after, rows, model)
     tokens, mask = _padded(rows, backend)
     length = tokens.shape[1]
-    _require_room("prefill", network, width + length)
+    _require_room("prefill", model, width + length)
     ids = tuple((*old, *new) for old, new in zip(before, rows, strict=True))
     more: dict[str, Any] = {}
-    if isinstance(network, LanguageModel):
+    if isinstance(model, LanguageModel):
         more["length"] = max(map(len, ids))
     step, result = chunk or length, None
     if compiled and after is None and step >= length:
-        result = read_by_program(network, params, tokens, mask)
+        result = read_by_program(model, params, tokens, mask)
     for start in range(0, length, step) if result is None else ():
         part = slice(start, start + step)
         if mask is not None:
             more["mask"] = mask[:, part]
-        logits, state = network.decode(params, tokens[:, part], state, **more)
+        logits, state = model.decode(params, tokens[:, part], state, **more)
     if result is not None:
         logits, state = result
     return PrefilledPrompt(ids, backend.upcast(logits), state, width + length)
 
 
 def opened(
-    network: Any,
+    model: Any,
     params: Any,
     prompts: Ids,
     backend: Backend,
@@ -140,19 +140,19 @@ def opened(
     These are the prompts; for an encoder-decoder, the start token of each target. compiled: encode
     sources by a compiled program (`prompts.encode_by_program`).
     """
-    if not isinstance(network, EncoderDecoder):
-        _require_prompt_ids(prompts, network.embed)
-        return network.init_state(), prompts
-    _require_prompt_ids(prompts, network.src_embed)
+    if not isinstance(model, EncoderDecoder):
+        _require_prompt_ids(prompts, model.embed)
+        return model.init_state(), prompts
+    _require_prompt_ids(prompts, model.src_embed)
     sources, mask = _padded(prompts, backend, left=False)
-    state = encode_by_program(network, params, sources, mask) if compiled else None
+    state = encode_by_program(model, params, sources, mask) if compiled else None
     if state is None:
-        state = network.init_state(params, sources, src_mask=mask)
-    return state, ((_start_id(network, start_id),),) * len(prompts)
+        state = model.init_state(params, sources, src_mask=mask)
+    return state, ((_start_id(model, start_id),),) * len(prompts)
 
 
 def extended(
-    network: Any,
+    model: Any,
     params: Any,
     prefix: PrefilledPrompt,
     new: Sequence[int],
@@ -161,34 +161,32 @@ def extended(
     """`prefix` after one more token of each text. backend: of its arrays."""
     tokens = backend.asarray(np.asarray(new, dtype=np.int64)[:, None])
     state, width = prefix.state, prefix.width
-    if backend.compiles and isinstance(network, LanguageModel):
+    if backend.compiles and isinstance(model, LanguageModel):
         length = width + COLUMNS - width % COLUMNS
-        state = state.padded(min(length, network.context or length) - 1)
+        state = state.padded(min(length, model.context or length) - 1)
     ids = tuple((*old, i) for old, i in zip(prefix.ids, new, strict=True))
-    logits, state = network.decode(params, tokens, state)
+    logits, state = model.decode(params, tokens, state)
     return PrefilledPrompt(ids, backend.upcast(logits), state, width + 1)
 
 
-def network_of(op: str, model: Any) -> Any:
-    """The LanguageModel or EncoderDecoder of a model. ValueError if it cannot generate text."""
-    network = getattr(model, "network", None)
-    writes = isinstance(network, EncoderDecoder) and network.head is not None
-    if isinstance(network, LanguageModel):
-        writes = network.causal and isinstance(network.head, LMHead)
+def require_writer(op: str, model: Any) -> None:
+    """ValueError unless the model can generate text."""
+    writes = isinstance(model, EncoderDecoder) and model.head is not None
+    if isinstance(model, LanguageModel):
+        writes = model.causal and isinstance(model.head, LMHead)
     if not writes:
         raise ValueError(
             f"{op}: the model must be a causal language model or an encoder-decoder, with a head "
             f"over its vocabulary, got {in_words(model)}"
         )
-    return network
 
 
-def require_no_memory(op: str, network: Any) -> None:
+def require_no_memory(op: str, model: Any) -> None:
     """ValueError for a model with memory_len, whose logits depend on where a piece ends."""
-    if getattr(network, "memory_len", None) is not None:
+    if getattr(model, "memory_len", None) is not None:
         raise ValueError(
             f"{op}: a model with memory_len must read a text in one piece, got memory_len = "
-            f"{network.memory_len}"
+            f"{model.memory_len}"
         )
 
 
@@ -206,24 +204,24 @@ def beside(array: Array) -> Backend:
 
 
 def fitting(
-    op: str, network: Any, prompts: Ids | PrefilledPrompt, max_new_tokens: int
+    op: str, model: Any, prompts: Ids | PrefilledPrompt, max_new_tokens: int
 ) -> Ids | PrefilledPrompt:
     """The checked prompts. ValueError if they and max_new_tokens do not fit the context."""
     if isinstance(prompts, PrefilledPrompt):
         length = prompts.width
     else:
         prompts = checked(prompts)
-        length = 1 if isinstance(network, EncoderDecoder) else max(map(len, prompts))
+        length = 1 if isinstance(model, EncoderDecoder) else max(map(len, prompts))
     # The last new token is not decoded, so it needs no position.
-    _require_room(op, network, length, max(max_new_tokens - 1, 0))
+    _require_room(op, model, length, max(max_new_tokens - 1, 0))
     return prompts
 
 
-def _require_room(op: str, network: Any, length: int, more: int = 0) -> None:
-    if network.context is not None and length + more > network.context:
+def _require_room(op: str, model: Any, length: int, more: int = 0) -> None:
+    if model.context is not None and length + more > model.context:
         wanted = f"{length} of the prompt and {more} more" if more else f"{length}"
         raise ValueError(
-            f"{op}: the model's context holds {network.context} tokens, and there are {wanted}"
+            f"{op}: the model's context holds {model.context} tokens, and there are {wanted}"
         )
 
 
@@ -288,12 +286,12 @@ def _padded(rows: Ids, backend: Backend, *, left: bool = True) -> tuple[Array, A
     return backend.asarray(ids), None if mask.all() else backend.asarray(mask)
 
 
-def _aligned(after: PrefilledPrompt, rows: Ids, network: Any) -> PrefilledPrompt:
+def _aligned(after: PrefilledPrompt, rows: Ids, model: Any) -> PrefilledPrompt:
     """`after` with one text for each row. ValueError if the rows cannot continue it."""
     n_texts, n_rows = len(after.ids), len(rows)
     if n_texts not in (1, n_rows):
         raise ValueError(f"prefill: {n_rows} prompts cannot continue the {n_texts} texts of after")
-    if len({len(row) for row in rows}) > 1 and not _bridges(network):
+    if len({len(row) for row in rows}) > 1 and not _bridges(model):
         raise ValueError(
             "prefill: after a prefix, the prompts must have the same length for this model: its "
             "layers depend on distances between tokens"
@@ -301,27 +299,27 @@ def _aligned(after: PrefilledPrompt, rows: Ids, network: Any) -> PrefilledPrompt
     return after if n_texts == n_rows else after.rows((0,) * n_rows)
 
 
-def _bridges(network: Any) -> bool:
+def _bridges(model: Any) -> bool:
     """Whether padding inside a text changes nothing.
 
     No layer may depend on distances in the batch, or have a state that decays at each step.
     """
-    if isinstance(network, EncoderDecoder):
+    if isinstance(model, EncoderDecoder):
         return False  # targets have no padding mask
     near = any(
         config.attn.window is not None
         or config.attn.shaw_max_distance is not None
         or config.attn.xl
         or is_recurrent(config)
-        for config in network.blocks
+        for config in model.blocks
     )
-    return not near and not network.alibi and network.relative_bias is None
+    return not near and not model.alibi and model.relative_bias is None
 
 
-def _start_id(network: EncoderDecoder, start: int | None) -> int:
-    start = start_of(network) if start is None else start
+def _start_id(model: EncoderDecoder, start: int | None) -> int:
+    start = start_of(model) if start is None else start
     if start is None:
         raise ValueError("prefill: start_id, the start token of the targets, must be given")
-    size = network.target_embed.vocab_size  # type: ignore[union-attr]
+    size = model.target_embed.vocab_size  # type: ignore[union-attr]
     require_id("prefill", size, start_id=start)
     return start

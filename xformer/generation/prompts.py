@@ -19,7 +19,7 @@ KEPT = 8  # models whose programs are kept
 
 
 def read_by_program(
-    network: Any, params: Any, tokens: Array, mask: Array | None
+    model: Any, params: Any, tokens: Array, mask: Array | None
 ) -> tuple[Array, DecodeState] | None:
     """Logits (B, V) after `tokens` (B, T), and the state; None if no program can read them.
 
@@ -32,23 +32,23 @@ def read_by_program(
     program if the RoPE frequencies would change, and for backends and dtypes that `records`
     excludes.
     """
-    if not isinstance(network, LanguageModel) or not records(params):
+    if not isinstance(model, LanguageModel) or not records(params):
         return None
     size, length = tokens.shape
-    columns = min(bucket(length), network.context or bucket(length))
-    if columns > max_unscaled_len(network.rotary):
+    columns = min(bucket(length), model.context or bucket(length))
+    if columns > max_unscaled_len(model.rotary):
         return None
     xp, n = array_namespace(tokens), columns - length
     padding = xp.zeros((size, n), dtype=tokens.dtype)
     is_token = xp.ones((size, length), dtype=xp.bool) if mask is None else mask
     padded = xp.concat([xp.zeros((size, n), dtype=xp.bool), is_token], axis=1)
-    logits, state = _forward(network)(params, xp.concat([padding, tokens], axis=1), padded)
+    logits, state = _forward(model)(params, xp.concat([padding, tokens], axis=1), padded)
     state = state._replace(mask=padded).padded(length)
     return logits, state._replace(mask=mask)
 
 
 def encode_by_program(
-    network: EncoderDecoder, params: Any, sources: Array, mask: Array | None
+    model: EncoderDecoder, params: Any, sources: Array, mask: Array | None
 ) -> EncoderDecoderState | None:
     """The state of `EncoderDecoder.init_state` for sources (B, S), by a compiled program.
 
@@ -62,10 +62,10 @@ def encode_by_program(
     - `records` excludes the backend or the dtype of params.
     - Sources are longer than src_embed allows. `init_state` then raises the error.
     """
-    if network.src_embed is None or not records(params):
+    if model.src_embed is None or not records(params):
         return None
     size, length = sources.shape
-    config = network.src_embed
+    config = model.src_embed
     n_slots = bucket(length)
     if config.max_len is not None:
         n_slots = min(n_slots, config.max_len - config.offset)
@@ -75,31 +75,31 @@ def encode_by_program(
     padding = xp.zeros((size, n), dtype=sources.dtype)
     is_token = xp.ones((size, length), dtype=xp.bool) if mask is None else mask
     padded = xp.concat([is_token, xp.zeros((size, n), dtype=xp.bool)], axis=1)
-    encoded = _encoder(network)(params, xp.concat([sources, padding], axis=1), padded)
+    encoded = _encoder(model)(params, xp.concat([sources, padding], axis=1), padded)
     memory = tuple(KeyValue(*(a[:, :, :length, :] for a in kv)) for kv in encoded)
-    n_layers = len(network.decoder)
-    if network.shared_memory:
+    n_layers = len(model.decoder)
+    if model.shared_memory:
         memory *= n_layers
     return EncoderDecoderState((KVCache(),) * n_layers, memory, mask)
 
 
 @lru_cache(KEPT)
-def _encoder(network: EncoderDecoder) -> Forward:
+def _encoder(model: EncoderDecoder) -> Forward:
     """The compiled programs of an encoder, one for each length."""
 
     def read(params: Any, sources: Array, mask: Array) -> tuple[KeyValue, ...]:
-        memory = network.init_state(params, sources, src_mask=mask).memory
-        return memory[:1] if network.shared_memory else memory
+        memory = model.init_state(params, sources, src_mask=mask).memory
+        return memory[:1] if model.shared_memory else memory
 
     return Forward(read)
 
 
 @lru_cache(KEPT)
-def _forward(network: LanguageModel) -> Forward:
+def _forward(model: LanguageModel) -> Forward:
     """The compiled programs of a model, one for each length."""
 
     def read(params: Any, tokens: Array, mask: Array) -> tuple[Array, DecodeState]:
-        logits, state = network.decode(params, tokens, network.init_state(), mask=mask)
+        logits, state = model.decode(params, tokens, model.init_state(), mask=mask)
         return logits, state._replace(mask=None)  # an input must not be a result
 
     return Forward(read)

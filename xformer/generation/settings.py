@@ -84,13 +84,12 @@ def settings_of(model: Any) -> Settings:
 
     PretrainedError, which names file and key, for an invalid value.
     """
-    network = model.network
-    config = getattr(network, "generation_config", None)
+    config = getattr(model, "generation_config", None)
     if config is not None:
-        return _settings(Config(config, GENERATION), n_tokens(network))
-    source: Mapping[str, Any] = getattr(network, "hf_config", None) or {}
+        return _settings(Config(config, GENERATION), n_tokens(model))
+    source: Mapping[str, Any] = getattr(model, "hf_config", None) or {}
     changed = {key: value for key, value in source.items() if value != DEFAULTS.get(key)}
-    return _settings(Config(changed, CONFIG), n_tokens(network))
+    return _settings(Config(changed, CONFIG), n_tokens(model))
 
 
 def _settings(c: Config, size: int) -> Settings:

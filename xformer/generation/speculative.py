@@ -13,9 +13,9 @@ from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, w
 from xformer.generation.prefix import (
     backend_of_params,
     fitting,
-    network_of,
     opened,
     require_no_memory,
+    require_writer,
     stop_ids,
 )
 from xformer.generation.samplers import Filter, pick, probabilities, require_filter, temperature
@@ -66,15 +66,16 @@ def speculative(
     stops = stop_ids("speculative", stop)
     require_filter("speculative", sampler)
     readers = []
-    for network, weights in ((model, params), (draft, draft_params)):
-        network, tokens = network_of("speculative", network), None
-        require_no_memory("speculative", network)
-        _require_no_recurrence(network)
-        fitting("speculative", network, [prompt], max_new_tokens)
+    for one, weights in ((model, params), (draft, draft_params)):
+        require_writer("speculative", one)
+        require_no_memory("speculative", one)
+        _require_no_recurrence(one)
+        fitting("speculative", one, [prompt], max_new_tokens)
+        tokens = None
         if max_new_tokens >= PAYS and records(weights) if compiled is None else compiled:
-            most = width_of(network, [prompt]) + max(max_new_tokens - 1, 0)
-            tokens = compiled_tokens("speculative", network, weights, most, asked=compiled)
-        readers.append(Reader(network, weights, tokens))
+            most = width_of(one, [prompt]) + max(max_new_tokens - 1, 0)
+            tokens = compiled_tokens("speculative", one, weights, most, asked=compiled)
+        readers.append(Reader(one, weights, tokens))
     large, small = readers
     if large.vocab_size != small.vocab_size:
         raise ValueError(
@@ -85,9 +86,9 @@ def speculative(
     return _rounds(large, small, prompt, k, max_new_tokens, sampler, stops, seed)
 
 
-def _require_no_recurrence(network: Any) -> None:
+def _require_no_recurrence(model: Any) -> None:
     """ValueError for a model with recurrent layers, whose state cannot drop tokens."""
-    if any(map(is_recurrent, getattr(network, "blocks", ()))):
+    if any(map(is_recurrent, getattr(model, "blocks", ()))):
         raise ValueError(
             "speculative: gated DeltaNet layers cannot drop the tokens of a wrong guess"
         )
@@ -99,33 +100,33 @@ class Reader:
     tokens: the compiled decoding, which holds the state; None: uncompiled, with states kept here.
     """
 
-    def __init__(self, network: Any, params: Any, tokens: CompiledTokens | None) -> None:
-        self.network, self.params, self.backend = network, params, backend_of_params(params)
+    def __init__(self, model: Any, params: Any, tokens: CompiledTokens | None) -> None:
+        self.model, self.params, self.backend = model, params, backend_of_params(params)
         self.tokens, self.length = tokens, 0
         self._states: list[Any] = []  # the state after the last `keep`, and all later ones
 
     @property
     def vocab_size(self) -> int:
         """V, the size of the vocabulary."""
-        embed = getattr(self.network, "target_embed", None) or self.network.embed
+        embed = getattr(self.model, "target_embed", None) or self.model.embed
         return int(embed.vocab_size)
 
     def steady(self, length: int, n: int) -> int:
         """The most tokens, up to n, that may follow `length` at the same RoPE frequencies."""
-        rope = getattr(self.network, "rotary", None)
+        rope = getattr(self.model, "rotary", None)
         now = frequency_length(rope, length)
         return max(i for i in range(n + 1) if frequency_length(rope, length + i) == now)
 
     def begin(self, prompt: Sequence[int]) -> list[int]:
         """Read all ids but the last, and return them: the prompt, or the start of a target."""
         with self.backend.active():
-            state, ((*ids,),) = opened(self.network, self.params, [prompt], self.backend)
+            state, ((*ids,),) = opened(self.model, self.params, [prompt], self.backend)
             # A KV cache is preallocated from a state with at least one token.
             first = ids if self.tokens is not None and len(ids) == 1 else ids[:-1]
             if first:
                 state = self._decoded(state, first, all_logits=False)[1]
             if len(first) == len(ids):
-                state = self.network.truncate(state, 1)
+                state = self.model.truncate(state, 1)
             self._states, self.length = [state], len(ids) - 1
             if self.tokens is not None:
                 self.tokens.begin(self._states.pop())
@@ -155,13 +156,13 @@ class Reader:
                 return
             state = next(state for state in self._states if state.length >= self.length)
             n = state.length - self.length
-            self._states = [self.network.truncate(state, n) if n else state]
+            self._states = [self.model.truncate(state, n) if n else state]
 
     def _decoded(
         self, state: Any, ids: Sequence[int], *, all_logits: bool = True
     ) -> tuple[Any, Any]:
         tokens = self.backend.asarray(np.asarray([ids], dtype=np.int64))
-        logits, state = self.network.decode(self.params, tokens, state, all_logits=all_logits)
+        logits, state = self.model.decode(self.params, tokens, state, all_logits=all_logits)
         return self.backend.upcast(logits[0, ...]), state
 
     def probs(self, logits: Any, sampler: Filter, texts: Sequence[Sequence[int]]) -> np.ndarray:

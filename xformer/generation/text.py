@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from xformer.dispatch.checks import require_utf8
 from xformer.generation.constraints import constrained, constraints
 from xformer.generation.generate import stream
-from xformer.generation.prefix import is_iterable, network_of, stop_ids
+from xformer.generation.prefix import is_iterable, require_writer, stop_ids
 from xformer.generation.samplers import Filter
 from xformer.generation.settings import settings_of
 from xformer.generation.token_ids import n_tokens, token_id, token_ids
@@ -71,13 +71,13 @@ def stream_text(
     ValueError if an empty prompt has no such token, and if `stream` raises it. TypeError for a bad
     stop.
     """
-    network = network_of("stream_text", model)
+    require_writer("stream_text", model)
     if isinstance(stop, str | bytes) or not (stop is None or is_iterable(stop)):
         raise TypeError(f"stream_text: stop must be a list of strings and ids, got {stop!r:.60}")
     stop = [] if stop is None else list(stop)
-    ids = prompt_ids(tokenizer, network, prompt)
-    settings, ends = settings_of(network), ends_of(tokenizer, network)
-    before = () if isinstance(network, EncoderDecoder) else ids
+    ids = prompt_ids(tokenizer, model, prompt)
+    settings, ends = settings_of(model), ends_of(tokenizer, model)
+    before = () if isinstance(model, EncoderDecoder) else ids
     constraint = constraints(settings, ends, len(before) or 1, max_new_tokens)
     ends |= stop_ids("stream_text", [i for i in stop if not isinstance(i, str)])
     options |= {"sampler": constrained(constraint, sampler), "stop": ends}

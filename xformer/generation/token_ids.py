@@ -60,8 +60,7 @@ def valid_ids(value: Any, name: str, where: str) -> tuple[int, ...]:
 
 def n_tokens(model: Any) -> int:
     """The size of the vocabulary that a model generates; of an encoder-decoder, of its targets."""
-    network: Any = model.network
-    embed: Any = network.target_embed if isinstance(network, EncoderDecoder) else network.embed
+    embed: Any = model.target_embed if isinstance(model, EncoderDecoder) else model.embed
     return int(embed.vocab_size)
 
 

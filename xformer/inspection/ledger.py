@@ -101,34 +101,33 @@ def ledger(
 
     ValueError for sizes below 1, another dtype or optimiser, and a model without a loss.
     """
-    network = model.network
-    batch, length = sizes_of(network, batch, length, dtype, optimiser)
+    batch, length = sizes_of(model, batch, length, dtype, optimiser)
     pair = TrainConfig(steps=1, optimiser=optimiser).chosen_optimiser()
     tally = Tally()
-    shapes = network.init_from(Shapes())
+    shapes = model.init_from(Shapes())
     params = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), shapes)
     forget_scratch()
-    work = [_backward_work(cut, batch, length, dtype) for cut in _one_layer_of_each(network)]
+    work = [_backward_work(cut, batch, length, dtype) for cut in _one_layer_of_each(model)]
     loss_work, layer_work, early = (max(kind) for kind in zip(*work, strict=True))
-    update_work = _update_work(network, dtype, pair, tree.nbytes(params))
+    update_work = _update_work(model, dtype, pair, tree.nbytes(params))
     return Ledger(
         tree.nbytes(params),
         tree.nbytes(pair.init(params)),
-        saved_by_part(network, batch, length, dtype),
+        saved_by_part(model, batch, length, dtype),
         loss_work,
         layer_work,
         update_work,
         scratch_nbytes(),
         early,
-        _memory_nbytes(network, batch, dtype),
+        _memory_nbytes(model, batch, dtype),
     )
 
 
-def _memory_nbytes(network: Any, batch: int, dtype: str) -> int:
+def _memory_nbytes(model: Any, batch: int, dtype: str) -> int:
     """The bytes of the segment memory; 0 without one."""
-    if isinstance(network, EncoderDecoder) or network.memory_len is None:
+    if isinstance(model, EncoderDecoder) or model.memory_len is None:
         return 0
-    n = len(network.blocks) * batch * network.memory_len * network.d_model
+    n = len(model.blocks) * batch * model.memory_len * model.d_model
     return n * np.dtype(dtype).itemsize
 
 
@@ -150,10 +149,9 @@ def measured_peak(
     ValueError for sizes below 1, another dtype or optimiser, and a model without a loss.
     RuntimeError if the process fails.
     """
-    network = model.network
-    batch, length = sizes_of(network, batch, length, dtype, optimiser)
-    network = replace(network, hf_config=None)
-    task = pickle.dumps((network, batch, length, dtype, optimiser))
+    batch, length = sizes_of(model, batch, length, dtype, optimiser)
+    model = replace(model, hf_config=None)
+    task = pickle.dumps((model, batch, length, dtype, optimiser))
     command = [sys.executable, "-m", "xformer.inspection.ledger"]
     done = subprocess.run(command, input=task, env=os.environ | MALLOC, capture_output=True)
     if done.returncode:
@@ -163,48 +161,48 @@ def measured_peak(
     return peak
 
 
-def sizes_of(network: Any, batch: int, length: int, dtype: str, optimiser: str) -> tuple[int, ...]:
+def sizes_of(model: Any, batch: int, length: int, dtype: str, optimiser: str) -> tuple[int, ...]:
     """batch and length as ints. Raises as `ledger` does."""
     sizes = require_sizes("ledger", 1, batch=batch, length=length)
     if dtype not in FLOATING:
         raise ValueError(f"ledger: dtype must be {' or '.join(FLOATING)}, got {dtype!r}")
     require_one_of("ledger: optimiser", optimiser, optim.OPTIMISERS)
-    if arguments(network, 1, 1, dtype)[1] is None:
-        raise ValueError(f"ledger: the model must have a loss, got {network!r:.60}")
+    if arguments(model, 1, 1, dtype)[1] is None:
+        raise ValueError(f"ledger: the model must have a loss, got {model!r:.60}")
     return sizes
 
 
-def _one_layer_of_each(network: Any) -> Iterator[Any]:
+def _one_layer_of_each(model: Any) -> Iterator[Any]:
     """Copies of `network` with one layer, one copy for each kind of layer."""
-    if isinstance(network, EncoderDecoder):
-        kinds = (dict.fromkeys(network.encoder), dict.fromkeys(network.decoder))
-        first = network.encoder[0], network.decoder[0]
+    if isinstance(model, EncoderDecoder):
+        kinds = (dict.fromkeys(model.encoder), dict.fromkeys(model.decoder))
+        first = model.encoder[0], model.decoder[0]
         for pair in zip_longest(*kinds):
             encoder, decoder = (layer or usual for layer, usual in zip(pair, first, strict=True))
-            yield replace(network, encoder=(encoder,), decoder=(decoder,))
+            yield replace(model, encoder=(encoder,), decoder=(decoder,))
     else:
-        for i in _kinds(network):
+        for i in _kinds(model):
             routed = {"load_balancing_weight": 0.0, "router_z_weight": 0.0}
-            changes = {} if network.blocks[i].experts else routed
-            yield network.with_layers([i], n_shared_layer_groups=None, **changes)
+            changes = {} if model.blocks[i].experts else routed
+            yield model.with_layers([i], n_shared_layer_groups=None, **changes)
 
 
-def _kinds(network: Any) -> list[int]:
+def _kinds(model: Any) -> list[int]:
     """The first layer of each kind: with other options of the block, or another RoPE."""
-    rotary = network.rotary if isinstance(network.rotary, tuple) else (network.rotary,)
+    rotary = model.rotary if isinstance(model.rotary, tuple) else (model.rotary,)
     first: dict[Any, int] = {}
-    for i, config in enumerate(network.blocks):
+    for i, config in enumerate(model.blocks):
         first.setdefault((config, rotary[i % len(rotary)]), i)
     return list(first.values())
 
 
-def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[int, int, int]:
+def _backward_work(model: Any, batch: int, length: int, dtype: str) -> tuple[int, int, int]:
     """loss_work, layer_work and early of a `Ledger`, for a model of one layer."""
-    params = network.init(0, "numpy", dtype)
-    _, examples = arguments(network, batch, length, dtype)
-    step_loss(network, params, examples)[1].backward()  # allocates the scratch memory
+    params = model.init(0, "numpy", dtype)
+    _, examples = arguments(model, batch, length, dtype)
+    step_loss(model, params, examples)[1].backward()  # allocates the scratch memory
     with _traced():
-        loss, cache = step_loss(network, params, examples)
+        loss, cache = step_loss(model, params, examples)
         cached = getattr(cache, "tokens", cache).model  # the router losses need hardly any memory
         top, at_loss = _peak(getattr(cached, "decode", cached).head.backward, one(loss))
         grads, at_layer = _peak(_above(cached, top).backward, one(loss))
@@ -212,7 +210,7 @@ def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[i
         return at_loss, at_layer + tree.nbytes(top) - _held_bytes(top, cache) - new, early
 
 
-def _update_work(network: Any, dtype: str, optimiser: Optimiser, n_bytes: int) -> int:
+def _update_work(model: Any, dtype: str, optimiser: Optimiser, n_bytes: int) -> int:
     """update_work of a `Ledger`, for `n_bytes` of parameters.
 
     Some optimisers need temporaries for one parameter at a time, some for all together, and some
@@ -220,7 +218,7 @@ def _update_work(network: Any, dtype: str, optimiser: Optimiser, n_bytes: int) -
     """
     sizes, work = [], []
     for times in (1, 2):
-        params = _shortened(network, times).init(0, "numpy", dtype)
+        params = _shortened(model, times).init(0, "numpy", dtype)
         state, grads = optimiser.init(params), tree.map(np.zeros_like, params)
         step = partial(optimiser.step, lr=1e-3, donate=True)
         params, state = step(params, grads, state)  # allocates the scratch memory
@@ -233,12 +231,12 @@ def _update_work(network: Any, dtype: str, optimiser: Optimiser, n_bytes: int) -
     return work[0] + max(int(slope * (n_bytes - sizes[0])), 0)
 
 
-def _shortened(network: Any, times: int) -> Any:
+def _shortened(model: Any, times: int) -> Any:
     """A copy of `network` with each kind of its layers, `times` times."""
-    if isinstance(network, EncoderDecoder):
-        kinds = [tuple(dict.fromkeys(getattr(network, name))) * times for name in STACKS]
-        return replace(network, encoder=kinds[0], decoder=kinds[1])
-    return network.with_layers(_kinds(network) * times, n_shared_layer_groups=None)
+    if isinstance(model, EncoderDecoder):
+        kinds = [tuple(dict.fromkeys(getattr(model, name))) * times for name in STACKS]
+        return replace(model, encoder=kinds[0], decoder=kinds[1])
+    return model.with_layers(_kinds(model) * times, n_shared_layer_groups=None)
 
 
 @contextmanager
@@ -295,29 +293,29 @@ class Same:
         return self.only
 
 
-def step_loss_of(network: Any) -> Loss:
+def step_loss_of(model: Any) -> Loss:
     """The loss that the ledger is about: after a segment memory, if the model has a memory_len."""
-    is_plain = getattr(network, "memory_len", None) is None
-    return loss_of(network) if is_plain else segment_loss_of(network)
+    is_plain = getattr(model, "memory_len", None) is None
+    return loss_of(model) if is_plain else segment_loss_of(model)
 
 
-def steps_of(network: Any, length: int) -> int:
+def steps_of(model: Any, length: int) -> int:
     """The steps to measure: the last ones have a full segment memory."""
-    return STEPS + -(-(getattr(network, "memory_len", None) or 0) // length)
+    return STEPS + -(-(getattr(model, "memory_len", None) or 0) // length)
 
 
-def _measure(network: Any, batch: int, length: int, dtype: str, optimiser: str) -> int | None:
+def _measure(model: Any, batch: int, length: int, dtype: str, optimiser: str) -> int | None:
     """The peak of training minus the memory before it, for a process that does nothing else."""
     backend = backends.get("numpy")
 
-    def trained(network: Any, batch: int, length: int, steps: int) -> None:
+    def trained(model: Any, batch: int, length: int, steps: int) -> None:
         config = TrainConfig(steps=steps, batch_size=batch, optimiser=optimiser)
-        source = Same(arguments(network, batch, length, dtype)[1])
-        loss = step_loss_of(network)
+        source = Same(arguments(model, batch, length, dtype)[1])
+        loss = step_loss_of(model)
         # The first state gets no name here, as a name would keep it until the end.
         for _ in train(
             loss,
-            start(network.init(0, "numpy", dtype), config, loss=loss),
+            start(model.init(0, "numpy", dtype), config, loss=loss),
             source,
             config,
             backend,
@@ -325,9 +323,9 @@ def _measure(network: Any, batch: int, length: int, dtype: str, optimiser: str) 
         ):
             pass
 
-    trained(next(_one_layer_of_each(network)), 1, 1, 1)  # imports what is imported lazily
+    trained(next(_one_layer_of_each(model)), 1, 1, 1)  # imports what is imported lazily
     before = backend.memory().in_use
-    trained(network, batch, length, steps_of(network, length))
+    trained(model, batch, length, steps_of(model, length))
     peak = backend.memory().peak
     return None if before is None or peak is None else peak - before
 

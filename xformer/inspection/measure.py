@@ -21,7 +21,7 @@ from xformer.base import tree
 from xformer.initializers import Shapes
 from xformer.layers import BlockConfig
 from xformer.layers.recurrent_state import is_recurrent
-from xformer.models import Classifier, EncoderDecoder, LanguageModel, Pooler, Transformer
+from xformer.models import Classifier, EncoderDecoder, LanguageModel, Pooler
 from xformer.ops import RandomKey
 from xformer.ops.gated_delta_rule import CHUNK_LEN
 
@@ -124,7 +124,7 @@ def _lengths(length: int, step: int) -> list[int]:
 
 def _step(model: Any) -> int:
     """The lengths at which memory is a polynomial are so far apart: the steps of a chunk."""
-    return CHUNK_LEN if any(map(is_recurrent, blocks_of(model.network))) else 1
+    return CHUNK_LEN if any(map(is_recurrent, model.blocks)) else 1
 
 
 def _polynomial(values: Sequence[int], n: int) -> int:
@@ -153,12 +153,12 @@ def step_loss(model: Any, params: Any, examples: Sequence[Any]) -> tuple[Any, An
 
     With memory_len it is the loss of a segment after a full memory.
     """
-    memory_len = getattr(model.network, "memory_len", None)
+    memory_len = getattr(model, "memory_len", None)
     if memory_len is None:
         loss, cache = model.loss(params, *examples, dropout_key=RandomKey(0))
         return loss, cache
-    memory = model.network.init_memory(params, len(examples[0]))._replace(length=memory_len)
-    segment_loss = model.network.segment_loss
+    memory = model.init_memory(params, len(examples[0]))._replace(length=memory_len)
+    segment_loss = model.segment_loss
     loss, cache, _ = segment_loss(params, *examples, memory, dropout_key=RandomKey(0))
     return loss, cache
 
@@ -172,21 +172,18 @@ def _stood_in(model: Any, batch: int, length: int, dtype: str, tally: Tally) -> 
 
 def arguments(model: Any, batch: int, length: int, dtype: str) -> tuple[Any, Any]:
     """The arguments of `forward`, and the arrays for `step_loss` (None if there is no loss)."""
-    network = model.network
     tokens = np.zeros((batch, length), np.int64)
-    if isinstance(model, Transformer):
-        targets = np.full((batch, length + 1), int(model.pad_id == 0))  # no padding: all count
-        return (tokens, tokens), (tokens, targets)
-    width = blocks_of(network)[0].d_model
+    width = model.blocks[0].d_model
     vectors = np.zeros((batch, length, width), dtype)
-    if isinstance(network, EncoderDecoder):
-        src = vectors if network.src_embed is None else tokens
-        tgt = vectors if network.target_embed is None else tokens
-        return (src, tgt), None if network.head is None else (src, tgt, tokens)
-    x = vectors if network.embed is None else tokens
-    if network.head is None or isinstance(network.head, Pooler):
+    if isinstance(model, EncoderDecoder):
+        tokens += model.pad_id == 0  # no padding: all count
+        src = vectors if model.src_embed is None else tokens
+        tgt = vectors if model.target_embed is None else tokens
+        return (src, tgt), None if model.head is None else (src, tgt, tokens)
+    x = vectors if model.embed is None else tokens
+    if model.head is None or isinstance(model.head, Pooler):
         return (x,), None
-    return (x,), (x, tokens[:, 0] if isinstance(network.head, Classifier) else tokens)
+    return (x,), (x, tokens[:, 0] if isinstance(model.head, Classifier) else tokens)
 
 
 def _nbytes(node: Any, inputs: Sequence[Any]) -> int:
@@ -207,14 +204,7 @@ def _owner(array: Any) -> Any:
     return array
 
 
-def blocks_of(network: Any) -> tuple[BlockConfig, ...]:
-    """The configurations of all layers."""
-    if isinstance(network, LanguageModel):
-        return network.blocks
-    return (*network.encoder, *network.decoder)
-
-
-def attention_flops(network: Any, length: int) -> int:
+def attention_flops(model: Any, length: int) -> int:
     """FLOPs of attention in all layers for one sequence: 2 H (K + M) for each query-key pair.
 
     With attn.xl 2 H (2 K + M): a query meets each key, and each distance. A gated DeltaNet has
@@ -227,19 +217,19 @@ def attention_flops(network: Any, length: int) -> int:
             return 0
         return attn.n_heads * ((1 + attn.xl) * attn.head_width + attn.value_width)
 
-    flops = sum(2 * width(config) * pairs(length, *how) for config, *how in _attentions(network))
-    recurrent = (config.attn for config in blocks_of(network) if is_recurrent(config))
+    flops = sum(2 * width(config) * pairs(length, *how) for config, *how in _attentions(model))
+    recurrent = (config.attn for config in model.blocks if is_recurrent(config))
     return flops + sum(6 * a.n_heads * a.head_width * a.value_width * length for a in recurrent)
 
 
-def _attentions(network: Any) -> Iterator[tuple[BlockConfig, Any, bool]]:
+def _attentions(model: Any) -> Iterator[tuple[BlockConfig, Any, bool]]:
     """(configuration, window, whether it is causal) of each attention."""
-    if isinstance(network, LanguageModel):
-        yield from ((config, config.attn.window, network.causal) for config in network.blocks)
+    if isinstance(model, LanguageModel):
+        yield from ((config, config.attn.window, model.causal) for config in model.blocks)
     else:
-        yield from ((config, config.attn.window, False) for config in network.encoder)
-        yield from ((config, config.attn.window, True) for config in network.decoder)
-        yield from ((config, None, False) for config in network.decoder)
+        yield from ((config, config.attn.window, False) for config in model.encoder)
+        yield from ((config, config.attn.window, True) for config in model.decoder)
+        yield from ((config, None, False) for config in model.decoder)
 
 
 def pairs(length: int, window: tuple[int | None, int | None] | None, causal: bool) -> int:
@@ -252,7 +242,7 @@ def pairs(length: int, window: tuple[int | None, int | None] | None, causal: boo
     return length + sum(n * length - n * (n + 1) // 2 for n in (behind, ahead))
 
 
-def key_values(network: Any, batch: int, length: int) -> tuple[int, int] | None:
+def key_values(model: Any, batch: int, length: int) -> tuple[int, int] | None:
     """The size of the KV cache in numbers: (of one token, of the whole batch).
 
     A layer with a window counts only the tokens in its window, and a model with memory_len only
@@ -260,20 +250,20 @@ def key_values(network: Any, batch: int, length: int) -> tuple[int, int] | None:
     values of the memory are included. None for an encoder, which does not decode.
     """
     crossed: tuple[BlockConfig, ...] = ()
-    if isinstance(network, LanguageModel):
-        if not network.causal:
+    if isinstance(model, LanguageModel):
+        if not model.causal:
             return None
-        blocks = network.blocks
+        blocks = model.blocks
     else:
-        blocks = network.decoder
-        crossed = blocks[:1] if network.shared_memory else blocks
+        blocks = model.decoder
+        crossed = blocks[:1] if model.shared_memory else blocks
 
     def width(config: BlockConfig) -> int:
         return config.attn.cached_width
 
     def n_cached(config: BlockConfig) -> int:
         left = None if config.attn.window is None else config.attn.window[0]
-        if (memory_len := getattr(network, "memory_len", None)) is not None:
+        if (memory_len := getattr(model, "memory_len", None)) is not None:
             left = memory_len
         return length if left is None else min(left + 1, length)
 

@@ -57,15 +57,14 @@ def program_ledger(
     """
     if (why := backends.unavailable_reason("numba")) is not None:
         raise backends.Unusable(why)
-    network = model.network
-    batch, length = sizes_of(network, batch, length, dtype, optimiser)
+    batch, length = sizes_of(model, batch, length, dtype, optimiser)
     config = TrainConfig(steps=1, optimiser=optimiser)
     pair = config.chosen_optimiser()
     tally = Tally()
-    like = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), network.init_from(Shapes()))
+    like = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), model.init_from(Shapes()))
     params, state = tree.map(_unmade, (like, pair.init(like)))
-    one = Same(arguments(network, batch, length, dtype)[1]).batch(0)
-    steps = CompiledSteps(loss_of(network), config, backends.get("numpy"), pair, None)
+    one = Same(arguments(model, batch, length, dtype)[1]).batch(0)
+    steps = CompiledSteps(loss_of(model), config, backends.get("numpy"), pair, None)
     program, inputs = steps.recorded(State(params, state, None), [one], 1e-3)
     sizes = tree.nbytes(params), tree.nbytes(state)
     input_bytes = sum(x.nbytes for x in inputs) - sum(sizes)

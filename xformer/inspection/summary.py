@@ -17,7 +17,7 @@ from xformer.dispatch.shapes import FLOATING
 from xformer.initializers import Shapes
 from xformer.inspection.measure import attention_flops, key_values, measured
 from xformer.layers import BlockConfig, BlockParams, StackParams
-from xformer.models import GPT, EncoderDecoder, LanguageModel, Transformer
+from xformer.models import EncoderDecoder, LanguageModel
 
 LENGTH = 1024
 STACKS = {"stack": "blocks", "encoder": "encoder", "decoder": "decoder"}  # -> configurations
@@ -133,48 +133,45 @@ def summary(
     ValueError for sizes below 1, a length beyond the model's positions, and another dtype.
     TypeError if `model` is not a model.
     """
-    if not isinstance(model, LanguageModel | EncoderDecoder | GPT | Transformer):
+    if not isinstance(model, LanguageModel | EncoderDecoder):
         raise TypeError(f"summary: model must be one of xformer.models, got {model!r:.60}")
     if dtype not in FLOATING:
         raise ValueError(f"summary: dtype must be {' or '.join(FLOATING)}, got {dtype!r}")
-    network = model.network
     length = min(LENGTH, context(model) or LENGTH) if length is None else length
     batch, length = require_sizes("summary", 1, batch=batch, length=length)
-    limit = _positions(network)
+    limit = _positions(model)
     if limit is not None and length > limit:
         raise ValueError(f"summary: length must be at most {limit}, the model's, got {length}")
     forward, saved, flops = measured(model, batch, length, dtype)
     all_parts, itemsize = tuple(parts(model)), np.dtype(dtype).itemsize
-    keys = key_values(network, batch, length) or (None, None)
+    keys = key_values(model, batch, length) or (None, None)
     kv_token, kv_cache = (None if n is None else n * itemsize for n in keys)
     n_params = sum(part.n_params for part in all_parts)
     memory = Memory(itemsize * n_params, forward, saved, kv_token, kv_cache)
-    per_token = Flops(flops / (batch * length), attention_flops(network, length) / length)
+    per_token = Flops(flops / (batch * length), attention_flops(model, length) / length)
     return Summary(all_parts, batch, length, dtype, memory, per_token)
 
 
 def parts(model: Any) -> Iterator[Part]:
     """The parts of a model, without allocating parameters. Blocks of equal shape are one part."""
-    network = model.network
-    params = network.init_from(Shapes())
+    params = model.init_from(Shapes())
     for name, value in zip(params._fields, params, strict=True):
         if name in STACKS:
-            yield from _stack_parts(name, value, getattr(network, STACKS[name]))
+            yield from _stack_parts(name, value, getattr(model, STACKS[name]))
         elif value is not None:
             yield _part(name, (name,), value)
 
 
 def context(model: Any) -> int | None:
     """The longest sequence that a model supports; None if its configuration does not say."""
-    network = model.network
-    limit = _positions(network)
-    configured = (network.hf_config or {}).get("max_position_embeddings")
+    limit = _positions(model)
+    configured = (model.hf_config or {}).get("max_position_embeddings")
     return configured if limit is None and isinstance(configured, int) else limit
 
 
-def _positions(network: Any) -> int | None:
+def _positions(model: Any) -> int | None:
     """The longest sequence that the position embeddings support; None if there is no limit."""
-    embeds = [getattr(network, name, None) for name in ("embed", "src_embed", "tgt_embed")]
+    embeds = [getattr(model, name, None) for name in ("embed", "src_embed", "tgt_embed")]
     limits = [e.max_len - e.offset for e in embeds if e is not None and e.max_len is not None]
     return min(limits, default=None)
 

@@ -10,7 +10,7 @@ from xformer.base.choices import require_one_of
 from xformer.base.printing import short
 from xformer.base.tree import Frozen, value
 from xformer.base.typing import Array
-from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
+from xformer.layers.norm import AddNormCache, NormConfig, NormParams, add_norm, norm
 
 Sublayer = Callable[[Array], tuple[Array, Any]]
 Terms = tuple[Array, Array | None]  # of a sum that is computed later; None: there is one term
@@ -109,7 +109,11 @@ def residuals(
             (s, x), sum_cache = _sum_and_norm(x, r, branch.norm, config)
             del s, r  # frees them before the next sublayer runs
         else:
-            (x, inner), sum_cache = _sum_and_norm(x, r, branch.norm, config)
+            if r is None and branch.norm is not None:  # the first norm: there is nothing to add
+                inner, norm_cache = norm(x, branch.norm, config=config)
+                sum_cache = AddNormCache(norm_cache, has_r=False)
+            else:
+                (x, inner), sum_cache = _sum_and_norm(x, r, branch.norm, config)
             del r
             r, cache = _branch(inner, branch, config, multiplier, dropout_rate)
         caches.append(cache._replace(sum=sum_cache))

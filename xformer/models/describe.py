@@ -6,11 +6,9 @@ from typing import Any
 
 from xformer.models.discriminator import Discriminator
 from xformer.models.encoder_decoder import EncoderDecoder
-from xformer.models.gpt import GPT
 from xformer.models.heads import Classifier, MaskedLMHead, Pooler, TokenClassifier
 from xformer.models.language_model import LanguageModel
 from xformer.models.lm_head import LMHead
-from xformer.models.transformer import Transformer
 
 
 def in_words(model: Any) -> str:
@@ -18,8 +16,6 @@ def in_words(model: Any) -> str:
 
     For other objects the beginning of their repr.
     """
-    if isinstance(model, GPT | Transformer):
-        return f"a {type(model).__name__} of xformer"
     if not isinstance(model, EncoderDecoder | LanguageModel):
         return f"{model!r:.60}"
     names = (model.hf_config or {}).get("architectures") or [""]

@@ -17,8 +17,10 @@ from xformer.base.typing import Array
 from xformer.dispatch import inference, registry, saved
 from xformer.dispatch.backend import Backend, Generator
 from xformer.dispatch.checks import (
+    as_indices,
     number,
     plain_numbers,
+    require_id,
     require_mask,
     require_tokens,
     require_vectors,
@@ -45,7 +47,7 @@ from xformer.layers.stack import (
 from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
 from xformer.models.state import DecodeState
-from xformer.models.usage import not_called, require_params
+from xformer.models.usage import in_short, not_called, require_params
 
 Top = Callable[[Array, Any, Any], tuple[Array, Any]]  # (x, its parameters, table) -> (y, cache)
 
@@ -56,6 +58,8 @@ class EncoderDecoder:
 
     A sequence is (B, T) token ids; vectors (B, T, D) if its embedding is None.
 
+    pad_id: the id of padding: masks that are not given leave it out, and so does the loss of
+        targets; None: without a mask there is no padding
     shared_embed: source and target have the same embedding
     shared_memory: one key/value projection of the encoder's output for all layers of the decoder
 
@@ -74,6 +78,7 @@ class EncoderDecoder:
     decoder_norm: bool | None = None
     shared_memory: bool = False
     head: LMHead | None = None
+    pad_id: int | None = None
     out_dropout: float = 0.0  # of the encoder's and of the decoder's output
     # Each block saves only its input, and runs again in backward.
     activation_checkpointing: bool = False
@@ -82,6 +87,7 @@ class EncoderDecoder:
     generation_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
     __call__ = not_called
+    __repr__ = in_short
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -120,12 +126,15 @@ class EncoderDecoder:
                     f"EncoderDecoder: a tied head needs the target's embedding of width d_model "
                     f"= {width}, any head needs its vocabulary, got {got}"
                 )
+        if self.pad_id is not None:
+            sizes = (size for size in self.id_sizes if size is not None)
+            require_id("EncoderDecoder", min(sizes, default=0), pad_id=self.pad_id)
         number("EncoderDecoder", "out_dropout", self.out_dropout, low=0, high=1)
 
     @property
-    def network(self) -> EncoderDecoder:
-        """The model itself. `GPT` and `Transformer` have a `network` too."""
-        return self
+    def blocks(self) -> tuple[BlockConfig, ...]:
+        """The configurations of all layers, those of the encoder first."""
+        return (*self.encoder, *self.decoder)
 
     @property
     def target_embed(self) -> EmbedConfig | None:
@@ -191,7 +200,7 @@ class EncoderDecoder:
         Both are arguments of `decode_target`.
 
         src: (B, S) ids, or vectors (B, S, D)
-        src_mask: (B, S), True = a token, False = padding; None: no padding
+        src_mask: (B, S), True = a token, False = padding; None: by pad_id
         dropout_key: None: no dropout
         """
         n_layers = len(self.encoder)
@@ -201,6 +210,7 @@ class EncoderDecoder:
         )
         keys = dropout_streams(dropout_key, n_layers)
         (x, pos), embed_cache = _embedded("src", params.src_embed, self.src_embed, src, keys[0])
+        src_mask = self._mask("src", src_mask, src, self.src_embed)
         memory, stack_cache = stack(
             x,
             params.encoder,
@@ -228,7 +238,8 @@ class EncoderDecoder:
 
         memory, memory_pos: as `encode` returned them
         tgt: (B, T) ids, or vectors (B, T, D)
-        src_mask, tgt_mask: (B, S), (B, T), True = a token, False = padding; None: no padding
+        src_mask: (B, S), True = a token, False = padding; None: no padding
+        tgt_mask: (B, T), likewise; None: by pad_id
         dropout_key: None: no dropout
         """
         masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
@@ -261,6 +272,7 @@ class EncoderDecoder:
         keys = dropout_streams(dropout_key, n_layers)
         embedding: Any = params.src_embed if self.shared_embed else params.tgt_embed
         (x, pos), embed_cache = _embedded("tgt", embedding, self.target_embed, tgt, keys[0])
+        tgt_mask = self._mask("tgt", tgt_mask, tgt, self.target_embed)
         masks = _key_mask("tgt_mask", tgt_mask, tgt), _key_mask("src_mask", src_mask, memory)
         x, stack_cache = stack(
             x,
@@ -289,7 +301,7 @@ class EncoderDecoder:
 
         src: (B, S) ids in the source vocabulary, or vectors (B, S, D)
         tgt: (B, T) ids in the target vocabulary, or vectors (B, T, D)
-        src_mask, tgt_mask: (B, S), (B, T), True = a token, False = padding; None: no padding
+        src_mask, tgt_mask: (B, S), (B, T), True = a token, False = padding; None: by pad_id
         dropout_key: None: no dropout
         ValueError or TypeError for other arguments.
         """
@@ -315,6 +327,7 @@ class EncoderDecoder:
                 "EncoderDecoder: src and tgt must have one batch size, got shapes "
                 f"{tuple(src.shape)} and {tuple(tgt.shape)}"
             )
+        src_mask = self._mask("src", src_mask, src, self.src_embed)
         (memory, memory_pos), encode_cache = self.encode(
             params, src, src_mask=src_mask, dropout_key=dropout_key
         )
@@ -331,6 +344,15 @@ class EncoderDecoder:
             dropout_key=decode_key,
         )
         return y, saved(EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed))
+
+    def _mask(
+        self, name: str, mask: Array | None, x: Array, embed: EmbedConfig | None
+    ) -> Array | None:
+        """`mask`; if it is None, that of the ids x that are no padding, with a pad_id."""
+        if mask is not None or self.pad_id is None or embed is None:
+            return mask
+        require_tokens("EncoderDecoder", name, x)
+        return as_indices(x) != self.pad_id
 
     def _require_decoder(self, params: EncoderDecoderParams) -> None:
         """ValueError unless params.decoder fits the configuration. TypeError for another type."""
@@ -354,10 +376,11 @@ class EncoderDecoder:
 
         It has the keys and values of the encoded source for each layer of the decoder.
         src: (B, S) ids, or vectors (B, S, D)
-        src_mask: (B, S), True = a token, False = padding; None: no padding
+        src_mask: (B, S), True = a token, False = padding; None: by pad_id
         ValueError if params do not fit the configuration.
         """
         self._require_decoder(params)
+        src_mask = self._mask("src", src_mask, src, self.src_embed)
         (memory, memory_pos), _ = self.encode(params, src, src_mask=src_mask)
         sources = memory_of(params.decoder, memory, memory_pos, configs=self.decoder)
         return EncoderDecoderState((KVCache(),) * len(self.decoder), sources, src_mask)
@@ -450,11 +473,13 @@ class EncoderDecoder:
         """The mean cross-entropy in nats of `targets`, the token after each of `tgt`.
 
         targets: (B, T) ids in the target vocabulary
-        options: of `ops.cross_entropy`
+        options: of `ops.cross_entropy`; ignore_index is pad_id if there is one
         For the other arguments and errors see `forward`. ValueError without a head.
         """
         if self.head is None:
             raise ValueError("EncoderDecoder: a loss needs a head, got none")
+        if self.pad_id is not None:
+            options = {"ignore_index": self.pad_id} | options
         top = partial(self.head.loss, targets=targets, **options)
         masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
         loss, cache = self._forward(top, params, src, tgt, dropout_key=dropout_key, **masks)

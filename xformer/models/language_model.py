@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from array_api_compat import device
 
@@ -50,12 +50,14 @@ from xformer.layers.stack import (
 from xformer.models import decoding
 from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
-from xformer.models.pooled import PooledCache, pool_hidden, require_pooling
 from xformer.models.router_loss import RouterLossCache, router_loss
 from xformer.models.segment_memory import SegmentMemory
 from xformer.models.state import DecodeState, position_ids, require_padding_mask
-from xformer.models.usage import not_called, require_params
+from xformer.models.usage import in_short, not_called, require_params
 from xformer.ops._loss import one
+
+if TYPE_CHECKING:
+    from xformer.models.pooled import PooledCache
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class LanguageModel:
     generation_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
     __call__ = not_called
+    __repr__ = in_short
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -182,11 +185,6 @@ class LanguageModel:
         }
         if present := [name for name, is_there in others.items() if is_there]:
             raise ValueError(f"LanguageModel: attn.xl excludes {', '.join(present)}")
-
-    @property
-    def network(self) -> LanguageModel:
-        """The model itself. `GPT` and `Transformer` have a `network` too."""
-        return self
 
     @property
     def d_model(self) -> int:
@@ -649,6 +647,8 @@ class LanguageModel:
         dropout_key: None: no dropout
         ValueError for another pooling.
         """
+        from xformer.models.pooled import PooledCache, pool_hidden, require_pooling
+
         require_pooling(pooling, self.head)
         x, hidden = self.hidden(params, tokens, mask=mask, types=types, dropout_key=dropout_key)
         y, caches = pool_hidden(

@@ -21,9 +21,7 @@ def require_reducible(op: str, model: Any, precision: str | None) -> None:
     """
     if precision is None:
         return
-    network = getattr(model, "network", model)
-    configs = (getattr(network, name, ()) for name in ("blocks", "encoder", "decoder"))
-    for config in dict.fromkeys(config for part in configs for config in part):
+    for config in dict.fromkeys(getattr(model, "blocks", ())):
         if obstacle := _obstacle(config):
             name, why = obstacle
             raise ValueError(f"{op}: precision {precision} excludes {name}: {why}")

@@ -1,13 +1,28 @@
-"""Errors for a model that is used as another library's: called, or without its parameters."""
+"""How a model prints, and errors if it is called, or used without its parameters."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, NoReturn
+
+
+def in_short(model: Any) -> str:
+    """`repr` of a model: what is not the default; equal layers once."""
+    parts = []
+    for field in fields(model):
+        value = getattr(model, field.name)
+        if not field.repr or value == field.default:
+            continue
+        text = repr(value)
+        if isinstance(value, tuple) and len(value) > 1 and value.count(value[0]) == len(value):
+            text = f"({value[0]!r},) * {len(value)}"
+        parts.append(f"{field.name}={text}")
+    return f"{type(model).__name__}({', '.join(parts)})"
 
 
 def not_called(model: Any, *_: Any, **__: Any) -> NoReturn:
     """`__call__` of a model: a TypeError that says what to call."""
-    inputs = "src, tgt" if hasattr(model.network, "decoder") else "tokens"
+    inputs = "src, tgt" if hasattr(model, "decoder") else "tokens"
     name = type(model).__name__
     article = "an" if name[0] in "AEIO" else "a"
     raise TypeError(

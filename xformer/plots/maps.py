@@ -11,7 +11,6 @@ from xformer import backends
 from xformer.base.typing import Array
 from xformer.dispatch import reference_only
 from xformer.generation.prefix import backend_of_params
-from xformer.inspection.measure import blocks_of
 from xformer.models import EncoderDecoder, LanguageModel
 
 
@@ -30,23 +29,22 @@ def attention_maps(
     TypeError for another kind of model. ValueError if target does not fit the model, and for
     reversible blocks.
     """
-    network = getattr(model, "network", None)
-    if not isinstance(network, LanguageModel | EncoderDecoder):
+    if not isinstance(model, LanguageModel | EncoderDecoder):
         raise TypeError(f"attention_maps: model must be one of xformer.models, got {model!r:.60}")
-    if (target is not None) != isinstance(network, EncoderDecoder):
+    if (target is not None) != isinstance(model, EncoderDecoder):
         needs = "needs a target" if target is None else "has no target"
-        raise ValueError(f"attention_maps: {type(network).__name__} {needs}")
-    if any(config.reversible for config in blocks_of(network)):
+        raise ValueError(f"attention_maps: {type(model).__name__} {needs}")
+    if any(config.reversible for config in model.blocks):
         raise ValueError("attention_maps: reversible blocks save no attention probabilities")
-    network = replace(
-        network, activation_checkpointing=False
+    model = replace(
+        model, activation_checkpointing=False
     )  # else its caches have only inputs of blocks
     # Caches of the reference have the probabilities; caches of kernels may not.
     with backend_of_params(params).active(), reference_only():
-        if isinstance(network, LanguageModel):
-            _, cache = network.hidden(params, tokens)
+        if isinstance(model, LanguageModel):
+            _, cache = model.hidden(params, tokens)
             return {"self": _on_host([block.attn.sublayer for block in cache.stack.blocks])}
-        _, both = network.forward(params, tokens, target)
+        _, both = model.forward(params, tokens, target)
     decoder = both.decode.stack.blocks
     return {
         "encoder": _on_host([block.attn.sublayer for block in both.encode.stack.blocks]),

@@ -70,9 +70,9 @@ def model(
     """
     if not isinstance(config, Mapping):
         raise TypeError(f"model: config must be a mapping, got {type(config).__name__}")
-    network, unread = _described(config, names, where)
+    model, unread = _described(config, names, where)
     warn_of(unread, where)
-    return network
+    return model
 
 
 def _described(
@@ -84,14 +84,14 @@ def _described(
     c.rename(family.aliases)
     c.common(**{key: config.get(key) for key in family.free})
     try:
-        network = family.build(c, head_of(family, config, where), names)
+        model = family.build(c, head_of(family, config, where), names)
     except (ValueError, TypeError, ArithmeticError) as error:
         if isinstance(error, PretrainedError):
             raise
         raise PretrainedError(f"{where}: {error}") from error
     unread = unread_keys(c) if family.heads else []
     c.finish()  # a family without architectures is not of transformers, and reads all its keys
-    return replace(network, hf_config=copy.deepcopy(dict(config))), unread
+    return replace(model, hf_config=copy.deepcopy(dict(config))), unread
 
 
 def load(
@@ -121,18 +121,18 @@ def load(
     """
     name = backend if isinstance(backend, str) else backend.name
     on_numpy = name in backends.WITH_NUMPY
-    network, tensors, matched = _inspected(Path(folder), fetch=dtype if on_numpy else None)
+    model, tensors, matched = _inspected(Path(folder), fetch=dtype if on_numpy else None)
     target = backends.get(backend, device)
     if dtype not in target.dtypes:
         wanted = " or ".join(target.dtypes)
         raise ValueError(f"load: dtype must be {wanted} on backend {target.name}, got {dtype!r}")
-    return network, _read(network, matched, tensors, target, dtype, progress)
+    return model, _read(model, matched, tensors, target, dtype, progress)
 
 
 def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | families.llama2c.Mapped]:
     """(model, tensors) of a folder, without reading the tensors. Raises as `load` does."""
-    network, tensors, _ = _inspected(Path(folder))
-    return network, tensors
+    model, tensors, _ = _inspected(Path(folder))
+    return model, tensors
 
 
 def _inspected(
@@ -150,18 +150,18 @@ def _inspected(
         config, tensors = _without_projection(family, config, tensors)
     if config.get("architectures") or not family.heads:
         try:
-            network, unread, matched = _named(family, config, tensors, where, str(root))
+            model, unread, matched = _named(family, config, tensors, where, str(root))
         except PretrainedError:
             other = _of_files(family, config, tensors, where)
             if other is config:
                 raise
-            network, unread, matched = _named(family, other, tensors, where, str(root))
+            model, unread, matched = _named(family, other, tensors, where, str(root))
     else:
-        network, unread, matched = _recognised(config, tensors, where, str(root))
+        model, unread, matched = _recognised(config, tensors, where, str(root))
     warn_of(unread, where)
-    if getattr(network, "causal", True) and os.path.lexists(root / files.GENERATION):
-        network = replace(network, generation_config=read_json(root / files.GENERATION))
-    return network, tensors, matched
+    if getattr(model, "causal", True) and os.path.lexists(root / files.GENERATION):
+        model = replace(model, generation_config=read_json(root / files.GENERATION))
+    return model, tensors, matched
 
 
 def _without_projection(
@@ -179,9 +179,9 @@ def _named(
 
     A warning names tensors of other heads of the family, which are left out.
     """
-    network, unread = _described(config, frozenset(tensors), where)
+    model, unread = _described(config, frozenset(tensors), where)
     others = partial(_of_other_heads, family, config, tensors, where)
-    return network, unread, matched_links(family, network, tensors, root, others)
+    return model, unread, matched_links(family, model, tensors, root, others)
 
 
 def _of_files(family: Family, config: dict[str, Any], tensors: Any, where: str) -> dict[str, Any]:
@@ -225,11 +225,11 @@ def _of_head(
     family: Family, config: Mapping[str, Any], names: Collection[str], where: str
 ) -> set[str]:
     """The names of the head's tensors, without those of a pooler: the bare model has them too."""
-    network, _ = _described(config, names, where)
-    if n_own_layers(network) > len(names):
+    model, _ = _described(config, names, where)
+    if n_own_layers(model) > len(names):
         return set()  # `matched_links` refuses it; a million layers would take long
-    like = shapes_of(network)
-    links = links_for(family, network, like, False, names.__contains__)
+    like = shapes_of(model)
+    links = links_for(family, model, like, False, names.__contains__)
     of_head = (link.theirs for link in links if link.ours[0].startswith("head."))
     theirs = {name for names_of_link in of_head for name in names_of_link}
     return {n for n in theirs if not (family.prefix and n.startswith(family.prefix))}
@@ -267,17 +267,17 @@ def _recognised(
     for name in family.heads:
         try:
             named = dict(config) | {"architectures": [name]}
-            network, unread = _described(named, tuple(tensors), where)
-            matched = matched_links(family, network, tensors, root)
+            model, unread = _described(named, tuple(tensors), where)
+            matched = matched_links(family, model, tensors, root)
         except PretrainedError as error:
             errors.append(error)
             continue
-        if (other := _with_same_tensors(family, network, named, where)) is not None:
+        if (other := _with_same_tensors(family, model, named, where)) is not None:
             raise PretrainedError(
                 f"{where}: architectures is missing, and {name} and {other} have these tensors: "
                 "name one"
             )
-        return network, unread, matched
+        return model, unread, matched
     raise PretrainedError(
         f"{where}: architectures is missing, and none of {', '.join(family.heads)} has these "
         f"tensors; the first does not, since: {errors[0]}"
@@ -285,16 +285,16 @@ def _recognised(
 
 
 def _with_same_tensors(
-    family: Family, network: Any, config: Mapping[str, Any], where: str
+    family: Family, model: Any, config: Mapping[str, Any], where: str
 ) -> str | None:
     """The architecture of another head whose tensors have the same names and shapes; or None."""
 
-    def shapes(network: Any) -> dict[str, Any]:
-        like = shapes_of(network)
-        links = (link for link in family.links(network) if link.ours[0] in like)
+    def shapes(model: Any) -> dict[str, Any]:
+        like = shapes_of(model)
+        links = (link for link in family.links(model) if link.ours[0] in like)
         return {name: shape for link in links for name, shape in link.shapes(like).items()}
 
-    own, wanted = head_of(family, config, where), shapes(network)
+    own, wanted = head_of(family, config, where), shapes(model)
     for name, head in family.heads.items():
         if head in (own, "hidden"):
             continue

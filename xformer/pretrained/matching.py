@@ -43,7 +43,7 @@ def n_own_layers(model: Any) -> int:
     """The number of layers that have their own tensors; 0 if layers share them."""
     if getattr(model, "n_shared_layer_groups", None) is not None:
         return 0
-    return sum(len(getattr(model, part, ())) for part in ("blocks", "encoder", "decoder"))
+    return len(model.blocks)
 
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:

@@ -9,25 +9,26 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
 import safetensors
 from safetensors.numpy import load_file
 
-from xformer import backends, models
+from xformer import backends, layers, models
 from xformer.base import tree
 from xformer.base.files import replacing, write_arrays
 from xformer.initializers import Shapes
-from xformer.models.language_model import LanguageModelParams
 from xformer.training.checkpoint_dtypes import on_host, require_storable
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-FORMAT = "xformer-1"
-MODELS = {kind.__name__: kind for kind in (models.GPT, models.Transformer, models.EncoderDecoder)}
+OWN = "xformer-"  # begins the name of the format, before its number
+FORMAT = OWN + "2"
+MODELS = (models.LanguageModel, models.EncoderDecoder)
+KIND = "config"  # the key of the name of a configuration's class in JSON
 
 
 class CheckpointError(ValueError):
@@ -40,15 +41,15 @@ def save(
     """Write a model's configuration and parameters. An interrupted write leaves the old file.
 
     folder: is made if it does not exist
-    model: a GPT, Transformer or EncoderDecoder
+    model: a LanguageModel or EncoderDecoder
     params: on `backend`; frozen parameters are written too
 
-    TypeError for another model, and unless all parameters have one dtype that the backend computes
+    TypeError for another model, for a configuration of your own within it, which `load` would not
+    find, and unless all parameters have one dtype that the backend computes
     in. CheckpointError for parameters that do not fit the model.
     """
     backend = backends.get(backend)
-    if type(model) not in MODELS.values():
-        raise TypeError(f"save: model must be one of {', '.join(MODELS)}, got {model!r:.60}")
+    config = {"format": FORMAT, "model": described("save", model)}
     target, leaves = Path(folder), tree.flatten(tree.thaw(params))
     require_storable("save", leaves, backend)
     arrays = on_host(leaves, backend)
@@ -56,25 +57,18 @@ def save(
     if wrong := _wrong_dtypes(arrays, backend):
         raise TypeError(f"save: {wrong}")
     target.mkdir(parents=True, exist_ok=True)
-    config = {
-        "format": FORMAT,
-        "model": type(model).__name__,
-        "config": asdict(model),
-    }
     with replacing(target / WEIGHTS, target / CONFIG) as (weights, text):
         write_arrays(arrays, weights, target / WEIGHTS, {"xformer": json.dumps(config)})
         text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def load(
-    folder: str | os.PathLike[str], backend: str | backends.Backend
-) -> tuple[models.GPT | Any, LanguageModelParams | Any]:
+def load(folder: str | os.PathLike[str], backend: str | backends.Backend) -> tuple[Any, Any]:
     """The model and its parameters on `backend`. The model is of a class that `save` takes.
 
     FileNotFoundError if there is no checkpoint, CheckpointError if it is damaged.
     """
     backend = backends.get(backend)
-    model: Any = inspect(folder)
+    model = inspect(folder)
     path = Path(folder) / WEIGHTS
     try:
         arrays = load_file(path)
@@ -86,7 +80,7 @@ def load(
     return model, tree.unflatten(like, {name: backend.asarray(a) for name, a in arrays.items()})
 
 
-def inspect(folder: str | os.PathLike[str]) -> models.GPT | Any:
+def inspect(folder: str | os.PathLike[str]) -> Any:
     """The model, without reading its parameters.
 
     FileNotFoundError if there is no checkpoint, CheckpointError if it is damaged.
@@ -112,35 +106,62 @@ def _model(text: str | None, path: Path) -> Any:
     try:
         config = json.loads(text)
         if config["format"] == FORMAT:
-            return _config_of(MODELS[config["model"]], config["config"])
+            return model_of(config["model"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: its configuration is damaged: {error!r}") from error
     raise CheckpointError(f"{path}: format must be {FORMAT}, got {config['format']!r}")
 
 
-def _config_of(kind: Any, values: Any) -> Any:
-    """The configuration of class `kind` from JSON, with nested configurations and tuples."""
-    hints = get_type_hints(kind)
-    values = dict(values)
-    return kind(**{name: _value(hints.get(name), value) for name, value in values.items()})
+def described(op: str, model: Any) -> dict[str, Any]:
+    """A model as JSON, from which `model_of` builds it.
+
+    TypeError for another model, and for a configuration within it that `model_of` would not find.
+    """
+    if not isinstance(model, MODELS):
+        raise TypeError(f"{op}: model must be one of xformer.models, got {model!r:.60}")
+    found: dict[str, Any] = _in_json(op, model)
+    return found
 
 
-def _value(hint: Any, value: Any) -> Any:
-    """`value` as a configuration or a tuple if its type hint says so; else unchanged."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    kinds = tuple(k for k in kinds if is_dataclass(k) or get_origin(k) is tuple)
-    if not kinds or value is None or is_dataclass(value):
+def _in_json(op: str, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_in_json(op, item) for item in value]
+    if not is_dataclass(value):
         return value
-    kind = next((k for k in kinds if is_dataclass(k) and _has_fields(k, value)), kinds[0])
-    if is_dataclass(kind):
-        return _config_of(kind, value)
-    if not isinstance(value, list):
-        raise TypeError(f"must be a list, got {value!r:.60}")
-    return tuple(_value(get_args(kind)[0], item) for item in value)
+    name = type(value).__name__
+    if _kinds().get(name) is not type(value):
+        raise TypeError(
+            f"{op}: the model must have configurations of xformer alone, got a {name}, "
+            "which load would not find"
+        )
+    return {KIND: name, **{f.name: _in_json(op, getattr(value, f.name)) for f in fields(value)}}
 
 
-def _has_fields(kind: Any, value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() <= {field.name for field in fields(kind)}
+def model_of(description: Any) -> Any:
+    """The model that `described` describes.
+
+    AttributeError, KeyError, TypeError or ValueError for a description that is damaged.
+    """
+    model = _from_json(description)
+    if not isinstance(model, MODELS):
+        raise TypeError(f"must describe a model, got {description!r:.60}")
+    return model
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_from_json, value))
+    if not isinstance(value, dict) or KIND not in value:
+        return value
+    values = {name: _from_json(item) for name, item in value.items() if name != KIND}
+    return _kinds()[value[KIND]](**values)
+
+
+@cache
+def _kinds() -> dict[str, type]:
+    """The classes of configurations by name."""
+    found = (getattr(room, name) for room in (layers, models) for name in room.__all__)
+    return {kind.__name__: kind for kind in found if isinstance(kind, type) and is_dataclass(kind)}
 
 
 def _wrong_dtypes(arrays: Mapping[str, np.ndarray], backend: backends.Backend) -> str | None:
@@ -154,9 +175,8 @@ def _wrong_dtypes(arrays: Mapping[str, np.ndarray], backend: backends.Backend) -
 
 def _require_parameters(model: Any, have: dict[str, tuple[int, ...]], path: Path) -> None:
     """CheckpointError unless the file has the model's parameters, by name and shape."""
-    layers = [value for name, value in vars(model).items() if name.endswith("_layers")]
-    if sum(layers) > len(have):
-        raise CheckpointError(f"{path} does not have the {sum(layers)} layers of its configuration")
+    if (n_layers := len(model.blocks)) > len(have):
+        raise CheckpointError(f"{path} does not have the {n_layers} layers of its configuration")
     leaves = tree.flatten(model.init_from(Shapes()))
     wanted = {name: leaf.shape for name, leaf in leaves.items()}
     if wrong := sorted(n for n in wanted.keys() | have.keys() if wanted.get(n) != have.get(n)):

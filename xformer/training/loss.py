@@ -56,10 +56,9 @@ def segment_loss_of(model: Any, **options: Any) -> SegmentLoss:
     Each batch is read after the memory of the batches before. options: of `segment_loss`. It raises
     ValueError if the model has no memory_len, and for ids outside the vocabulary.
     """
-    network = model.network
-    if getattr(network, "memory_len", None) is None:
+    if getattr(model, "memory_len", None) is None:
         raise ValueError("segment_loss_of: the model must have a memory_len, got None")
-    return SegmentLoss(network, options)
+    return SegmentLoss(model, options)
 
 
 class ArrayLoss:
@@ -94,7 +93,7 @@ class ModelLoss(ArrayLoss):
 
     def inputs(self, batch: Batch) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
         """The arrays and masks of a batch. ValueError for ids outside the vocabulary."""
-        sizes = getattr(getattr(self.model, "network", self.model), "id_sizes", ())
+        sizes = getattr(self.model, "id_sizes", ())
         _require_batch_ids(batch, sizes, self.options.get("ignore_index"))
         return batch.arrays, batch.masks
 

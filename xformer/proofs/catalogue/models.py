@@ -85,7 +85,7 @@ def _segments() -> Iterator[Case]:
 
     def case(note: str, length: int, loss: Options | None = None, **config: Any) -> Case:
         sizes: Options = {"vocab_size": 13, "n_layers": 2, "d_model": 6, "n_heads": 2, "max_len": 4}
-        model = GPT(**sizes | {"d_ff": 11, "positions": "xl", "memory_len": 3} | config).network
+        model = GPT(**sizes | {"d_ff": 11, "positions": "xl", "memory_len": 3} | config)
 
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
             tokens, targets = rng.integers((5, 4), high=13), rng.integers((5, 4), high=13)
@@ -116,12 +116,14 @@ def _transformer() -> Iterator[Case]:
     def case(note: str, loss: Options | None = None, **config: Any) -> Case:
         sizes: Options = {"src_vocab_size": 17, "tgt_vocab_size": 13, "d_model": 6, "n_heads": 2}
         depth: Options = {"n_encoder_layers": 1, "n_decoder_layers": 1}
+        pad_id: int = config.get("pad_id", 0)
         model = Transformer(**sizes | depth | {"max_len": 7, "d_ff": 11} | config)
 
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
-            src = _padded(rng, backend, 7, 17, model.pad_id)
-            tgt = _padded(rng, backend, 5, 13, model.pad_id)
-            fn = partial(model.loss, src=src, tgt=tgt, **loss or {})
+            src = _padded(rng, backend, 7, 17, pad_id)
+            tgt = _padded(rng, backend, 5, 13, pad_id)
+            data: Options = {"src": src, "tgt": tgt[:, :-1], "targets": tgt[:, 1:]}
+            fn = partial(model.loss, **data, **loss or {})
             return fn, (random(rng, model.init()),)
 
         return Case("models", f"Transformer: {note}", make)
