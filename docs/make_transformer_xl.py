@@ -29,7 +29,7 @@ BATCHES = 100  # of validation
 SIZES: dict[str, int] = {"n_layers": 2, "d_model": 64, "n_heads": 2}
 
 
-def trained(corpus: Corpus, memory_len: int, steps: int) -> tuple[GPT, Any]:
+def trained(corpus: Corpus, memory_len: int, steps: int) -> tuple[LanguageModel, Any]:
     """A model, and its parameters after training."""
     model = GPT(
         corpus.vocabulary.size, **SIZES, max_len=SEGMENT, positions="xl", memory_len=memory_len

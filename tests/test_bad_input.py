@@ -1418,7 +1418,8 @@ def test_tokens(tokens: Any, error: Any, message: str) -> None:
     with raises(error, message):
         network.encode(params, tokens)
     with raises(error, message.replace("src", "tgt")):
-        network.decode_target(params, *network.encode(params, TOKENS)[0], tokens)
+        memory = network.encode(params, TOKENS)[0]
+        network.decode_target(params, *memory, tokens, src_mask=TOKENS != 0)
 
 
 def test_targets() -> None:

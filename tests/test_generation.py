@@ -16,7 +16,8 @@ from xformer import pretrained, tree
 from xformer.backends import Backend
 from xformer.generation import PrefilledPrompt, beam_search, generate, prefill, sample, stream
 from xformer.generation.samplers import compose, temperature, top_k, top_p
-from xformer.models import Classifier, LanguageModel
+from xformer.generation.settings import settings_of
+from xformer.models import Classifier, LanguageModel, Transformer
 
 GPT = xf.GPT(vocab_size=7, n_layers=1, d_model=8, n_heads=2, max_len=5)
 PARAMS = tree.map(lambda p: p * 20, GPT.init(seed=1))  # far from uniform
@@ -120,6 +121,23 @@ def test_draws_follow_the_distribution(t: float, k: int | None) -> None:
     shares = np.array([drawn[i] / n for i in range(7)])
     assert (shares[probs == 0] == 0).all()
     assert abs(shares - probs).max() < 4 * 0.5 / np.sqrt(n)  # four standard deviations at most
+
+
+def test_padding_within_a_source_is_no_token() -> None:
+    """By the model's pad_id: alone, beside a longer source, and in a compiled program."""
+    model = Transformer(11, 13, 8, 2, 1, 1, 9)
+    params, source = model.init(0), [5, 0, 3]
+    (alone,) = prefill(model, params, [source], start_id=1).logits
+    beside = prefill(model, params, [source, [1, 2, 3, 4, 5]], start_id=1).logits[0]
+    (compiled,) = prefill(model, params, [source], start_id=1, compiled=True).logits
+    tokens = np.array([source])
+    want, _ = model.forward(params, tokens, np.array([[1]]))
+    for logits in (alone, beside, compiled):
+        np.testing.assert_allclose(logits, want[0, 0], atol=1e-6)
+    memory, _ = model.encode(params, tokens)
+    with pytest.raises(ValueError, match="decode_target: a model with a pad_id needs src_mask"):
+        model.decode_target(params, *memory, np.array([[1]]))
+    assert settings_of(model).suppress_tokens == (0,)
 
 
 def test_a_seed_gives_the_same_tokens_and_another_one_others() -> None:

@@ -139,7 +139,9 @@ def test_each_part_of_a_model_drops_its_cache() -> None:
     model = Transformer(13, 13, 8, 2, 1, 1, 16)
     params = model.init()
     (memory, pos), encoded = within(lambda: model.encode(params, TOKENS))
-    _, decoded = within(lambda: model.decode_target(params, memory, pos, TOKENS))
+    _, decoded = within(
+        lambda: model.decode_target(params, memory, pos, TOKENS, src_mask=TOKENS != 0)
+    )
     assert isinstance(encoded, NoCache) and isinstance(decoded, NoCache)
 
 

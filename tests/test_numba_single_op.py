@@ -14,6 +14,7 @@ from xformer.base.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.numba import single_op
+from xformer.models import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("numba_kernels")
 GRADIENTS = {"rtol": 2e-4, "atol": 2e-5}
@@ -34,7 +35,7 @@ def tokens(seed: int = 0) -> tuple[Array, Array]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def step(gpt: GPT, params: Any, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+def step(gpt: LanguageModel, params: Any, seed: int = 0, **options: Any) -> tuple[Any, Any]:
     loss, cache = gpt.loss(params, *tokens(seed), **options)
     return loss, cache.backward()
 

@@ -242,7 +242,7 @@ def test_a_compiler_does_not_undo_it(library: Backend, dropout: float) -> None:
         model = GPT(n_layers=depth, reversible=flag, dropout=dropout, **SIZES)
         params = tree.map(library.asarray, model.init(seed=1))
 
-        def run(params: Any, tokens: Any, step: Any, model: GPT = model) -> Any:
+        def run(params: Any, tokens: Any, step: Any, model: LanguageModel = model) -> Any:
             key = ops.RandomKey(1, step=step)
             loss, cache = model.loss(params, tokens, tokens, dropout_key=key)
             return loss, cache.backward()

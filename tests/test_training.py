@@ -531,6 +531,10 @@ OTHERS = {
     "classifier": LanguageModel(
         EMBED, (WINDOWED, ROUTED), rotary=(RopeConfig(4), None), head=Classifier(3)
     ),
+    "layers that are shared": LanguageModel(EMBED, (WINDOWED,) * 40, n_shared_layer_groups=1),
+    "files of its own": LanguageModel(
+        EMBED, (WINDOWED,), hf_config={"config": "NormConfig", "n": [1, [2]]}, generation_config={}
+    ),
     "gated DeltaNet": LanguageModel(
         EmbedConfig(11, 8, 8, positions="none"),
         (BlockConfig(GatedDeltaNetConfig(8, 2, 4, 4), FeedForwardConfig(12)), WINDOWED),
@@ -563,12 +567,24 @@ def test_a_layer_of_ones_own_is_not_stored(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"head": 5}, {"encoder": 3}, {"encoder": [None]}, {"src_embed": [1]}, {"source": {}, "x": 1}],
-)
-def test_a_damaged_encoder_decoder_is_refused(change: dict[str, object], tmp_path: Path) -> None:
-    training.save(tmp_path, PAIR, PAIR.init(), NUMPY)
+DAMAGED = {
+    "EncoderDecoder": [{"head": 5}, {"encoder": 3}, {"encoder": [None]}, {"src_embed": [1]}],
+    "classifier": [
+        *({"head": 5}, {"head": {"config": "NormConfig"}}, {"relative_bias": 3}),
+        *({"embed.norm": 3}, {"blocks.attn": 3}, {"rotary": "x"}),
+    ],
+}
+DAMAGED = {
+    name: [*changes, {"source": {}, "x": 1}, {"hf_config": 3}, {"hf_config": [1]}]
+    for name, changes in DAMAGED.items()
+}
+
+
+@pytest.mark.parametrize(("name", "change"), [(n, c) for n in DAMAGED for c in DAMAGED[n]])
+def test_other_damaged_configurations_are_refused(
+    name: str, change: dict[str, object], tmp_path: Path
+) -> None:
+    training.save(tmp_path, OTHERS[name], OTHERS[name].init(), NUMPY)
     rewrite(tmp_path, sizes=change)
     with pytest.raises(training.CheckpointError, match="its configuration is damaged"):
         training.load(tmp_path, NUMPY)

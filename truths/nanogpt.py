@@ -23,6 +23,7 @@ from needed import DATA, require_files
 from tqdm import tqdm
 
 from xformer import GPT, backends, optim, tree
+from xformer.models import LanguageModel
 from xformer.training import (
     Characters,
     Run,
@@ -100,7 +101,7 @@ def show(bar: Any, step: Step) -> None:
     sys.stdout.flush()
 
 
-def initial(model: GPT) -> Any:
+def initial(model: LanguageModel) -> Any:
     """Normal weights of standard deviation 0.02, those that end a branch less, as GPT-2's.
 
     `GPT.init` differs in the standard deviation alone: d_model^-1/2.

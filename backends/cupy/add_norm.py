@@ -65,6 +65,6 @@ class CupyAddNormCache(NamedTuple):
         for name, grad in (("ds", ds), ("dy", dy)):
             if grad is not None:
                 require_gradient("add_norm", name, grad, self.norm.x)
-        dx, dw, *db = self.norm.gradients(ds, dy)
+        dx, dw, *db = self.norm.backward_with(dy, ds)
         dparams = NormParams(None if self.frozen_w else dw, None if self.frozen_b else db[0])
         return dx, dx if self.has_r else None, dparams

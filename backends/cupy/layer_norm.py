@@ -80,9 +80,9 @@ class CupyLayerNormCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
         """Return dx (..., D), dw (D,) and db (D,), or None for db without b; dy: (..., D)."""
         require_gradient("layer_norm", "dy", dy, self.x)
-        return self.gradients(None, dy)
+        return self.backward_with(dy, None)
 
-    def gradients(self, ds: Array | None, dy: Array) -> tuple[Array, Array, Array | None]:
+    def backward_with(self, dy: Array, ds: Array | None) -> tuple[Array, Array, Array | None]:
         """Return dx, dw and db (None without b).
 
         ds: (..., D), added to dx; None: 0

@@ -82,9 +82,9 @@ class CupyRmsNormCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array, Array | None]:
         """Return dx (..., D) and dw (D,), or None for dw without w; dy: (..., D)."""
         require_gradient("rms_norm", "dy", dy, self.x)
-        return self.gradients(None, dy)
+        return self.backward_with(dy, None)
 
-    def gradients(self, ds: Array | None, dy: Array) -> tuple[Array, Array | None]:
+    def backward_with(self, dy: Array, ds: Array | None) -> tuple[Array, Array | None]:
         """Return dx and dw (None without w).
 
         ds: (..., D), added to dx; None: 0

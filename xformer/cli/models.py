@@ -29,7 +29,7 @@ class LoadedModel(NamedTuple):
     model: Any
     params: Any
     tokenizer: Codec
-    slides: bool = False  # a text may be longer than the context: of xformer train
+    slides: bool = False  # a text may be longer than the context of a model of xformer train
     ends: bool = False  # `prompt` appends the EOS token, as `training.Pairs` does to a source
 
     def prompt(self, text: str, what: str = "prompt") -> list[int]:
@@ -68,7 +68,9 @@ def opened(args: argparse.Namespace) -> LoadedModel:
 def is_own(path: Path) -> bool:
     """Whether `path` is a folder written by xformer train or `training.save`."""
     config = path / files.CONFIG
-    return config.is_file() and str(read_json(config).get("format")).startswith(checkpoint.OWN)
+    if not config.is_file():
+        return False
+    return str(read_json(config).get("format")).startswith(checkpoint.FORMAT_PREFIX)
 
 
 def _trained(path: Path, backend: backends.Backend, dtype: str) -> LoadedModel:

@@ -102,7 +102,7 @@ def _random(args: argparse.Namespace) -> LoadedModel:
 
 
 def _shortened(model: Any, params: Any, n_layers: int | None) -> tuple[Any, Any]:
-    """The network and its parameters with the first layers; of encoder and decoder each."""
+    """The model and its parameters with the first layers; of encoder and decoder each."""
     if n_layers is None:
         return model, params
     if getattr(model, "n_shared_layer_groups", None) is not None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from xformer import pretrained
 from xformer.cli.models import opened, vocabulary_of
 from xformer.cli.summary import inspected
+from xformer.dispatch.checks import whole
 from xformer.finetune.base import LONGEST
 from xformer.finetune.saving import TOKENIZER, copy_beside
 from xformer.generation.vocabulary import VOCABULARY
@@ -78,7 +79,7 @@ def usual(path: str) -> Usual:
     block, most = model.blocks[0], model.context
     length = context(model)
     if length is None and (Path(path) / RUN).is_file():  # positions "xl": that of its segments
-        length = read_run(path)["notes"]["max_len"]
+        length = whole((read_run(path).get("notes") or {}).get("max_len"))
     options = {
         "layers": len(model.blocks),
         "d_model": model.d_model,
@@ -121,7 +122,7 @@ def _noted(about: dict[str, Any]) -> Any:
 def about_of(model: Any) -> dict[str, Any]:
     """The description of a model that a run stores. `origin` builds the model from it."""
     if model.hf_config is None:
-        return checkpoint.described("train", model)
+        return checkpoint.describe("train", model)
     return {"name": name_of(model), "source": dict(model.hf_config)}
 
 

@@ -55,7 +55,8 @@ class _TensorParallel:
         that matches a name counts. The module `xformer.distributed.sharding` explains the words.
         """
         has_labels = not getattr(self.original.head, "of_tokens", False)
-        one_key_head = _configs(self)[0].one_key_head
+        model: Any = self  # which has blocks
+        one_key_head = model.blocks[0].one_key_head
         return (LABELS if has_labels else {}) | (ONE_KEY_HEAD if one_key_head else {}) | CUTS
 
     def init_from(self, rng: Generator) -> Any:
@@ -91,14 +92,6 @@ class _TensorParallel:
         norm = math.sqrt(sum(square for _, square in everywhere))
         scale = min(max_norm / (norm + 1e-6), 1.0)
         return tree.map(lambda dp: dp * scale, grads), norm
-
-
-def _configs(model: Any) -> tuple[Any, ...]:
-    """The configurations of all blocks."""
-    if isinstance(model, EncoderDecoder):
-        return (*model.encoder, *model.decoder)
-    configs: tuple[Any, ...] = model.blocks
-    return configs
 
 
 # Kernels of these could run collectives in several threads, or leave them out.
@@ -305,9 +298,9 @@ def tensor_parallel(model: Any, world: World, *, sequence: bool = False) -> Any:
     elif sequence and (model.embed is None or model.relative_bias is not None):
         what = "an embedding" if model.embed is None else "no relative_bias"
         raise ValueError(f"parallel: sequence = True needs {what}")
-    for config in _configs(model):
+    for config in model.blocks:
         require_attention(config)
-    if len({config.attn.kv_heads == 1 for config in _configs(model)}) > 1:
+    if len({config.attn.kv_heads == 1 for config in model.blocks}) > 1:
         raise ValueError("parallel: n_kv_heads must be 1 in all blocks, or in none")
     for name, value in options.items():
         if isinstance(value, EmbedConfig):

@@ -184,7 +184,7 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
             f'onnx: rotary scaling "{scaling}" has other frequencies for more than {n} '
             f"tokens: give max_len={n}, or fix length with sizes"
         )
-    recurrent = any(map(is_recurrent, getattr(model, "blocks", ())))
+    recurrent = isinstance(model, LanguageModel) and any(map(is_recurrent, model.blocks))
     if "length" not in (sizes or {}) and recurrent:
         raise NotExported(
             "onnx: a gated DeltaNet reads a sequence in chunks, whose number must be known: fix "

@@ -53,7 +53,7 @@ def compiled_tokens(
 
 
 def why_not_compiled(model: Any, backend: Backend, most: int) -> str | None:
-    """The reason why the decoding step of `network` cannot be compiled; None if it can.
+    """The reason why the decoding step of `model` cannot be compiled; None if it can.
 
     backend: of the parameters
     most: the tokens of the longest text, with its prompt

@@ -145,6 +145,9 @@ def opened(
         return model.init_state(), prompts
     _require_prompt_ids(prompts, model.src_embed)
     sources, mask = _padded(prompts, backend, left=False)
+    if model.pad_id is not None:  # a source is read alike, alone and beside longer ones
+        own = sources != model.pad_id
+        mask = own if mask is None else mask & own
     state = encode_by_program(model, params, sources, mask) if compiled else None
     if state is None:
         state = model.init_state(params, sources, src_mask=mask)

@@ -89,7 +89,11 @@ def settings_of(model: Any) -> Settings:
         return _settings(Config(config, GENERATION), n_tokens(model))
     source: Mapping[str, Any] = getattr(model, "hf_config", None) or {}
     changed = {key: value for key, value in source.items() if value != DEFAULTS.get(key)}
-    return _settings(Config(changed, CONFIG), n_tokens(model))
+    settings = _settings(Config(changed, CONFIG), n_tokens(model))
+    pad_id = getattr(model, "pad_id", None)  # no target, so its logits are not trained
+    if pad_id is None:
+        return settings
+    return settings._replace(suppress_tokens=(*settings.suppress_tokens, pad_id))
 
 
 def _settings(c: Config, size: int) -> Settings:

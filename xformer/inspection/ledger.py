@@ -173,7 +173,7 @@ def sizes_of(model: Any, batch: int, length: int, dtype: str, optimiser: str) ->
 
 
 def _one_layer_of_each(model: Any) -> Iterator[Any]:
-    """Copies of `network` with one layer, one copy for each kind of layer."""
+    """Copies of `model` with one layer, one copy for each kind of layer."""
     if isinstance(model, EncoderDecoder):
         kinds = (dict.fromkeys(model.encoder), dict.fromkeys(model.decoder))
         first = model.encoder[0], model.decoder[0]
@@ -232,7 +232,7 @@ def _update_work(model: Any, dtype: str, optimiser: Optimiser, n_bytes: int) -> 
 
 
 def _shortened(model: Any, times: int) -> Any:
-    """A copy of `network` with each kind of its layers, `times` times."""
+    """A copy of `model` with each kind of its layers, `times` times."""
     if isinstance(model, EncoderDecoder):
         kinds = [tuple(dict.fromkeys(getattr(model, name))) * times for name in STACKS]
         return replace(model, encoder=kinds[0], decoder=kinds[1])

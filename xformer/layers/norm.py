@@ -80,9 +80,14 @@ class NormCache(NamedTuple):
     frozen_w: bool
     frozen_b: bool
 
-    def backward(self, dy: Array) -> tuple[Array, NormParams]:
-        """Gradients of x and params; None for frozen ones."""
-        dx, dw, *db = self.norm.backward(dy)
+    def backward(self, dy: Array, ds: Array | None = None) -> tuple[Array, NormParams]:
+        """Gradients of x and params; None for frozen ones. ds: is added to that of x."""
+        fused = None if ds is None else getattr(self.norm, "backward_with", None)
+        if fused is not None:  # a kernel that adds ds in the same pass
+            dx, dw, *db = fused(dy, ds)
+        else:
+            dx, dw, *db = self.norm.backward(dy)
+            dx = dx if ds is None else ds + dx
         return dx, NormParams(None if self.frozen_w else dw, None if self.frozen_b else db[0])
 
 
@@ -111,8 +116,7 @@ class AddNormCache(NamedTuple):
 
     def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array | None, NormParams]:
         """Gradients of x and r, which are equal, and of params. ds: None: s is not used."""
-        dx, dparams = self.norm.backward(dy)
         if ds is not None:
-            require_gradient("add_norm", "ds", ds, dx)
-            dx = ds + dx
+            require_gradient("add_norm", "ds", ds, dy)
+        dx, dparams = self.norm.backward(dy, ds)
         return dx, dx if self.has_r else None, dparams

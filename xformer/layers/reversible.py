@@ -54,11 +54,11 @@ def reversible(
     if not (side.memory is None and side.memory_pos is None and context.memory_mask is None):
         raise ValueError("blocks: reversible blocks have no cross-attention, got a memory")
     kept = context._replace(kv_cache=None, dropout_key=None)
-    model = _Network(params, side, configs, order_of(params, configs), kept)
+    network = _Network(params, side, configs, order_of(params, configs), kept)
     kv_caches: list[Any] = []
     x1 = x2 = x
     for i in range(len(configs)):
-        f, g = model.branches(i, context)
+        f, g = network.branches(i, context)
         r, cache = f(x2)
         kv_caches.append(cache.sublayer.kv_cache)
         del cache  # frees it before the next sublayer runs
@@ -67,8 +67,8 @@ def reversible(
         x2 = x2 + r
     y = (x1 + x2) / 2
     if context.kv_cache is not None:
-        return y, BlocksCache((), model.order, False, tuple(kv_caches))
-    return y, saved(ReversibleCache(x1, x2, model, context.dropout_key, current_contexts()))
+        return y, BlocksCache((), network.order, False, tuple(kv_caches))
+    return y, saved(ReversibleCache(x1, x2, network, context.dropout_key, current_contexts()))
 
 
 class _Network(NamedTuple):
@@ -101,7 +101,7 @@ class ReversibleCache(NamedTuple):
 
     y1: Array  # (B, T, D) or (T, D)
     y2: Array  # (B, T, D)
-    model: _Network
+    network: _Network
     dropout_key: ops.RandomKey | None
     contexts: tuple[Any, ...]  # of the forward
 
@@ -134,20 +134,20 @@ class ReversibleCache(NamedTuple):
         """
         if any(dlogits is not None for dlogits in drouter_logits or ()):
             raise ValueError("blocks: drouter_logits must be None, there are no experts")
-        y1, y2, model, key, _ = self
+        y1, y2, network, key, _ = self
         dy1 = dy2 = dy / 2
-        dparams: list[Any] = [None] * (max(model.order) + 1)
+        dparams: list[Any] = [None] * (max(network.order) + 1)
         dside = SideInputs()
-        for i in reversed(range(len(model.configs))):
+        for i in reversed(range(len(network.configs))):
             y1, _, key = barrier(y1, memory=None, key=key, dy=dy2)
-            f, g = model.branches(i, model.context._replace(dropout_key=key))
+            f, g = network.branches(i, network.context._replace(dropout_key=key))
             x2, dy1, ffn = self._through(g, y1, y2, dy1, dy2)
             x1, dy2, attn = self._through(f, x2, y1, dy2, dy1)
             y1, y2 = x1, x2  # the outputs of the block before
             dblock, of_layer = block_gradients(attn, ffn)
-            which = model.order[i]
+            which = network.order[i]
             dparams[which] = dblock if dparams[which] is None else add(dparams[which], dblock)
-            report_block(ready, model.order, i, dparams)
+            report_block(ready, network.order, i, dparams)
             dside = dside.plus(of_layer)
         return dy1 + dy2, tuple(dparams), dside
 

@@ -58,8 +58,8 @@ class EncoderDecoder:
 
     A sequence is (B, T) token ids; vectors (B, T, D) if its embedding is None.
 
-    pad_id: the id of padding: masks that are not given leave it out, and so does the loss of
-        targets; None: without a mask there is no padding
+    pad_id: without a mask, attention ignores this id; the loss ignores targets with this id. A
+        target must not begin with it. None: there is no such id
     shared_embed: source and target have the same embedding
     shared_memory: one key/value projection of the encoder's output for all layers of the decoder
 
@@ -241,7 +241,10 @@ class EncoderDecoder:
         src_mask: (B, S), True = a token, False = padding; None: no padding
         tgt_mask: (B, T), likewise; None: by pad_id
         dropout_key: None: no dropout
+        ValueError without src_mask if there is a pad_id: memory does not say what is padding.
         """
+        if src_mask is None and self.pad_id is not None:
+            raise ValueError("decode_target: a model with a pad_id needs src_mask, got None")
         masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
         return self._decode_target(
             self._logits, params, memory, memory_pos, tgt, dropout_key=dropout_key, **masks
@@ -348,7 +351,7 @@ class EncoderDecoder:
     def _mask(
         self, name: str, mask: Array | None, x: Array, embed: EmbedConfig | None
     ) -> Array | None:
-        """`mask`; if it is None, that of the ids x that are no padding, with a pad_id."""
+        """`mask`; if it is None, (B, T) with True where x is not pad_id, if there is one."""
         if mask is not None or self.pad_id is None or embed is None:
             return mask
         require_tokens("EncoderDecoder", name, x)

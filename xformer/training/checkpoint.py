@@ -25,10 +25,11 @@ from xformer.initializers import Shapes
 from xformer.training.checkpoint_dtypes import on_host, require_storable
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-OWN = "xformer-"  # begins the name of the format, before its number
-FORMAT = OWN + "2"
+FORMAT_PREFIX = "xformer-"
+FORMAT = FORMAT_PREFIX + "2"
 MODELS = (models.LanguageModel, models.EncoderDecoder)
-KIND = "config"  # the key of the name of a configuration's class in JSON
+CLASS = "config"  # the key of the name of a configuration's class
+OF_FILES = ("hf_config", "generation_config")  # are JSON already
 
 
 class CheckpointError(ValueError):
@@ -49,7 +50,8 @@ def save(
     in. CheckpointError for parameters that do not fit the model.
     """
     backend = backends.get(backend)
-    config = {"format": FORMAT, "model": described("save", model)}
+    config = {"format": FORMAT, "model": describe("save", model)}
+    line = json.dumps(config)  # raises for what JSON cannot hold, before anything is written
     target, leaves = Path(folder), tree.flatten(tree.thaw(params))
     require_storable("save", leaves, backend)
     arrays = on_host(leaves, backend)
@@ -58,7 +60,7 @@ def save(
         raise TypeError(f"save: {wrong}")
     target.mkdir(parents=True, exist_ok=True)
     with replacing(target / WEIGHTS, target / CONFIG) as (weights, text):
-        write_arrays(arrays, weights, target / WEIGHTS, {"xformer": json.dumps(config)})
+        write_arrays(arrays, weights, target / WEIGHTS, {"xformer": line})
         text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -112,56 +114,60 @@ def _model(text: str | None, path: Path) -> Any:
     raise CheckpointError(f"{path}: format must be {FORMAT}, got {config['format']!r}")
 
 
-def described(op: str, model: Any) -> dict[str, Any]:
-    """A model as JSON, from which `model_of` builds it.
+def describe(op: str, model: Any) -> dict[str, Any]:
+    """Return a model as JSON, from which `model_of` builds it.
 
     TypeError for another model, and for a configuration within it that `model_of` would not find.
     """
     if not isinstance(model, MODELS):
         raise TypeError(f"{op}: model must be one of xformer.models, got {model!r:.60}")
-    found: dict[str, Any] = _in_json(op, model)
-    return found
+    description: dict[str, Any] = _in_json(op, model)
+    return description
 
 
 def _in_json(op: str, value: Any) -> Any:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return [_in_json(op, item) for item in value]
     if not is_dataclass(value):
-        return value
+        return value.item() if isinstance(value, np.generic) else value
     name = type(value).__name__
-    if _kinds().get(name) is not type(value):
+    if _config_classes().get(name) is not type(value):
         raise TypeError(
             f"{op}: the model must have configurations of xformer alone, got a {name}, "
             "which load would not find"
         )
-    return {KIND: name, **{f.name: _in_json(op, getattr(value, f.name)) for f in fields(value)}}
+    items = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {CLASS: name, **{k: v if k in OF_FILES else _in_json(op, v) for k, v in items.items()}}
 
 
 def model_of(description: Any) -> Any:
-    """The model that `described` describes.
+    """Return the model that `describe` described.
 
     AttributeError, KeyError, TypeError or ValueError for a description that is damaged.
     """
     model = _from_json(description)
     if not isinstance(model, MODELS):
         raise TypeError(f"must describe a model, got {description!r:.60}")
+    for name in OF_FILES:
+        if not isinstance(value := getattr(model, name), Mapping | None):
+            raise TypeError(f"{name} must be an object or null, got {value!r:.60}")
     return model
 
 
 def _from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(_from_json, value))
-    if not isinstance(value, dict) or KIND not in value:
+    if not isinstance(value, dict):
         return value
-    values = {name: _from_json(item) for name, item in value.items() if name != KIND}
-    return _kinds()[value[KIND]](**values)
+    items = {k: v if k in OF_FILES else _from_json(v) for k, v in value.items() if k != CLASS}
+    return _config_classes()[value[CLASS]](**items)
 
 
 @cache
-def _kinds() -> dict[str, type]:
+def _config_classes() -> dict[str, type]:
     """The classes of configurations by name."""
-    found = (getattr(room, name) for room in (layers, models) for name in room.__all__)
-    return {kind.__name__: kind for kind in found if isinstance(kind, type) and is_dataclass(kind)}
+    known = (getattr(room, name) for room in (layers, models) for name in room.__all__)
+    return {one.__name__: one for one in known if isinstance(one, type) and is_dataclass(one)}
 
 
 def _wrong_dtypes(arrays: Mapping[str, np.ndarray], backend: backends.Backend) -> str | None:
@@ -175,9 +181,13 @@ def _wrong_dtypes(arrays: Mapping[str, np.ndarray], backend: backends.Backend) -
 
 def _require_parameters(model: Any, have: dict[str, tuple[int, ...]], path: Path) -> None:
     """CheckpointError unless the file has the model's parameters, by name and shape."""
-    if (n_layers := len(model.blocks)) > len(have):
+    n_layers = getattr(model, "n_shared_layer_groups", None) or len(model.blocks)
+    if n_layers > len(have):
         raise CheckpointError(f"{path} does not have the {n_layers} layers of its configuration")
-    leaves = tree.flatten(model.init_from(Shapes()))
+    try:
+        leaves = tree.flatten(model.init_from(Shapes()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: its configuration is damaged: {error!r}") from error
     wanted = {name: leaf.shape for name, leaf in leaves.items()}
     if wrong := sorted(n for n in wanted.keys() | have.keys() if wanted.get(n) != have.get(n)):
         name = wrong[0]
