@@ -168,7 +168,7 @@ def test_a_decoder_keeps_its_input_alone() -> None:
         )
         params = model.init(seed=1)
         src, tgt = np.ones((3, 9), np.int64), np.ones((3, 8), np.int64)
-        _, cache = model.loss(params, src, tgt)
+        _, cache = model.loss(params, src, tgt[:, :-1], tgt[:, 1:])
         return tree.nbytes((params, cache)) - tree.nbytes(params)
 
     for shared in (False, True):

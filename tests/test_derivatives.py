@@ -107,7 +107,8 @@ def test_second_derivative_is_symmetric(case: Case) -> None:
 
 def loss_of(model: Any, backend: Backend) -> Callable[[Any], tuple[Any, Any]]:
     tokens, targets = backend.asarray(TOKENS), backend.asarray(TARGETS)
-    return lambda params: model.loss(params, tokens, targets)
+    inputs = (tokens, tokens) if isinstance(model, xf.models.EncoderDecoder) else (tokens,)
+    return lambda params: model.loss(params, *inputs, targets)
 
 
 @pytest.mark.parametrize("name", MODELS)

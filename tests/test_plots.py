@@ -612,7 +612,7 @@ def test_a_model_without_its_words_is_refused(
     assert main(["attention", "--model", str(tmp_path), "a"]) == 1
     assert capsys.readouterr().err == (
         f"xformer: error: {tmp_path}: the vocabulary must have 11 and 13 tokens, like the "
-        "Transformer, got 256 bytes, because the folder has no vocabulary\n"
+        "EncoderDecoder, got 256 bytes, because the folder has no vocabulary\n"
     )
 
 

@@ -218,7 +218,7 @@ def test_prepared_text_has_the_vocabulary_of_the_model(capsys: pytest.CaptureFix
             ["--from", "t5"],
             "got T5ForConditionalGeneration; train it with xformer finetune --model t5",
         ),
-        (["--from", "pairs"], "got Transformer; train it with the Python interface"),
+        (["--from", "pairs"], "got EncoderDecoder; train it with the Python interface"),
         (
             ["--from", "gpt2", "--layers", "1"],
             "--layers excludes --from: the model in gpt2 fixes it",

@@ -248,7 +248,7 @@ def test_an_error_in_one_process_ends_all(fault: str, message: str, alike: bool)
     ("other", "message"),
     [
         (("--lr", 0.1), "training.lr is 0.1 in process 1 on {host}, 0.005 in process 0 on {host}"),
-        (("--d-model", 32), "model.d_model is 32 in process 1 on {host}, 16 in process 0"),
+        (("--d-model", 32), "model.embed.width is 32 in process 1 on {host}, 16 in process 0"),
         (("--steps", 41), "training.steps is 41 in process 1"),
         (("--dtype", "float64"), 'dtype is "float64" in process 1 on {host}, "float32" in process'),
         (("--shard-optimiser",), "shard_optimiser is true in process 1 on {host}, false in"),
