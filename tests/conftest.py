@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--skipped-in",
         metavar="FILE",
-        help="run only the tests that a run with --junitxml=FILE skipped, for want of a library",
+        help="run only the tests that a run with --junitxml=FILE did not, for want of a library",
     )
 
 
@@ -89,8 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if addressed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"the id of a test holds an address: {addressed[0]}")
     if earlier := config.getoption("--skipped-in"):
-        skipped = _skipped(earlier)
-        items[:] = [item for item in items if skipped & {_module(item), _name(item)}]
+        ran = _ran(earlier)
+        items[:] = [item for item in items if _name(item) not in ran]
     if config.getoption("--backend"):
         return
     for item in items:
@@ -105,18 +105,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _skipped(path: str) -> set[str]:
-    """Modules and tests that a run's XML says were skipped."""
-    cases = [case for case in ElementTree.parse(path).iter("testcase") if case.findall("skipped")]
-    return {f"{case.get('classname')}.{case.get('name')}".lstrip(".") for case in cases}
-
-
-def _module(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0].removesuffix(".py").replace("/", ".")
+def _ran(path: str) -> set[str]:
+    """The tests that a run's XML says were run. It does not name every module that was skipped."""
+    cases = ElementTree.parse(path).iter("testcase")
+    ran = [case for case in cases if not case.findall("skipped")]
+    return {f"{case.get('classname')}.{case.get('name')}" for case in ran}
 
 
 def _name(item: pytest.Item) -> str:
-    return f"{_module(item)}.{item.name}"
+    module = item.nodeid.partition("::")[0].removesuffix(".py").replace("/", ".")
+    return f"{module}.{item.name}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -197,7 +197,7 @@ def test_wrong_arguments(opened: tuple[Any, Any, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="embed: text 2 must be UTF-8"):
         embed(*opened, ["a", "b\udcff"])
     with pytest.raises(
-        ValueError, match=r"embed: the model must be an encoder.*, got a GPT of xformer"
+        ValueError, match=r"embed: the model must be an encoder.*, got a causal language model"
     ):
         embed(GPT(7, 1, 4, 1, 5), params, own, TEXTS)
     small = pretrained.model(BERT | {"vocab_size": 9})

@@ -115,7 +115,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="splade: the model must be a masked language model, got"):
         splade(*opened, TEXTS)
     gpt = GPT(7, 1, 4, 1, 5)
-    with pytest.raises(ValueError, match=r"splade: the model must be a masked.*, got a GPT"):
+    with pytest.raises(ValueError, match=r"splade: the model must be a masked.*, got a causal"):
         splade(gpt, gpt.init(), opened[2], TEXTS)
     for options, message in (
         ({"pooling": "mean"}, "splade: pooling must be one of max, sum, got 'mean'"),
