@@ -495,7 +495,7 @@ def test_bad_models_params_and_paths(tmp_path: Path) -> None:
     path, params = tmp_path / "gpt.onnx", GPT.init()
     half = in_dtype(params, "float16")
     for call, kind, message in (
-        ((object(), params, path), TypeError, "onnx: model must be a GPT, .* got object"),
+        ((object(), params, path), TypeError, "onnx: model must be a Lang.* got object"),
         ((GPT, half, path), NotExported, "params.embed.table must be float32 or float64"),
         ((GPT, {"w": 3}, path), TypeError, "onnx: params.w must be an array, got int"),
         ((GPT, params, tmp_path / "gpt"), ValueError, "must end with .onnx, got '.*gpt'"),

@@ -464,7 +464,7 @@ def test_a_disk_that_fills_leaves_the_last_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         assert main(["finetune", "--resume", "run"]) == 1
-    assert "No space left on device" in capsys.readouterr().err
+    assert "no space left on device" in capsys.readouterr().err
     assert main(["finetune", "--resume", "run"]) == 0
     assert runs.rows(Path("run")) == runs.rows(Path("never"))
     assert weights("run") == weights("never")

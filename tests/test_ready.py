@@ -113,7 +113,7 @@ def test_order_of_shared_layers_and_of_an_encoder_decoder() -> None:
     assert list(parts) == ["stack.norm", "stack.blocks.1", "stack.blocks.0", "embed"]
     sizes: dict[str, Any] = {"d_model": 8, "n_heads": 2, "max_len": 16, "pad_id": 15}
     model = Transformer(16, 16, **sizes, n_encoder_layers=1, n_decoder_layers=2, shared_memory=True)
-    _, cache = model.loss(model.init(0), tokens(), tokens())
+    _, cache = model.loss(model.init(0), tokens(), tokens(), tokens())
     _, parts = reported(cache)
     assert list(parts) == [
         *("head", "decoder.blocks.1", "decoder.blocks.0", "decoder.memory"),

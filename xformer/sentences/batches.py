@@ -19,7 +19,7 @@ from xformer.base.tree import value
 from xformer.compiling import bucket, records
 from xformer.dispatch.checks import require_sizes, require_utf8
 from xformer.inspection.summary import context
-from xformer.models import LanguageModel
+from xformer.models import LanguageModel, LMHead
 from xformer.models.describe import in_words
 from xformer.models.language_model import LanguageModelParams
 from xformer.models.usage import require_params
@@ -166,8 +166,9 @@ def _where(params: Any) -> str:
 
 
 def require_language_model(what: str, model: Any) -> None:
-    """ValueError unless the model is a LanguageModel that reads tokens."""
-    if not isinstance(model, LanguageModel):
+    """ValueError unless the model is a LanguageModel that reads tokens, and no GPT of one's own."""
+    is_ours = isinstance(model, LanguageModel) and model.hf_config is None
+    if not isinstance(model, LanguageModel) or (is_ours and isinstance(model.head, LMHead)):
         raise ValueError(
             f"{what}: the model must be {WANTED[what]} in a Hugging Face folder, "
             f"got {in_words(model)}"
