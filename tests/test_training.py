@@ -532,7 +532,7 @@ OTHERS = {
         EMBED, (WINDOWED, ROUTED), rotary=(RopeConfig(4), None), head=Classifier(3)
     ),
     "layers that are shared": LanguageModel(EMBED, (WINDOWED,) * 40, n_shared_layer_groups=1),
-    "files of its own": LanguageModel(
+    "configuration files": LanguageModel(
         EMBED, (WINDOWED,), hf_config={"config": "NormConfig", "n": [1, [2]]}, generation_config={}
     ),
     "gated DeltaNet": LanguageModel(

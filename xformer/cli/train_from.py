@@ -78,7 +78,7 @@ def usual(path: str) -> Usual:
     model = origin_of(path).model
     block, most = model.blocks[0], model.context
     length = context(model)
-    if length is None and (Path(path) / RUN).is_file():  # positions "xl": that of its segments
+    if length is None and (Path(path) / RUN).is_file():  # "xl" limits no text: as in the run
         length = whole((read_run(path).get("notes") or {}).get("max_len"))
     options = {
         "layers": len(model.blocks),

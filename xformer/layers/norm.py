@@ -81,7 +81,10 @@ class NormCache(NamedTuple):
     frozen_b: bool
 
     def backward(self, dy: Array, ds: Array | None = None) -> tuple[Array, NormParams]:
-        """Gradients of x and params; None for frozen ones. ds: is added to that of x."""
+        """Gradients of x and params; None for frozen ones.
+
+        ds: (..., D), added to the gradient of x; None: 0
+        """
         fused = None if ds is None else getattr(self.norm, "backward_with", None)
         if fused is not None:  # a kernel that adds ds in the same pass
             dx, dw, *db = fused(dy, ds)

@@ -133,7 +133,7 @@ class EncoderDecoder:
 
     @property
     def blocks(self) -> tuple[BlockConfig, ...]:
-        """The configurations of all layers, those of the encoder first."""
+        """The configurations of all layers: first the encoder's, then the decoder's."""
         return (*self.encoder, *self.decoder)
 
     @property
