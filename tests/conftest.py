@@ -20,6 +20,7 @@ from libraries import LIBRARIES, ON_DEMAND, STAND_IN, header, opened
 
 from xformer import backends, kernels, layers, models, ops, optim
 from xformer.backends import Backend
+from xformer.backends.numpy.threads import n_threads
 from xformer.cli import progress, train
 
 for package in (layers, models, ops, optim):  # tests go over `dispatch.ops()`: those defined so far
@@ -122,6 +123,13 @@ def usual_ctrl_c() -> None:
     """Ctrl-C as in a terminal, also in tests that a shell began with `&`, which ignores it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A test that left BLAS more threads would change what the next ones do."""
+    yield
+    assert n_threads() == 1, "this test left NumPy's BLAS more threads than it found"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -140,6 +140,7 @@ def test_lines_of_progress(
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(progress, "EVERY", 0.0)
     monkeypatch.setattr(contestants, "why_not", lambda name: None)
+    monkeypatch.setattr(machine, "share_threads", machine.threads)
     monkeypatch.setattr(measured, "NAMES", ("numpy kernel",))
     monkeypatch.setattr(measured, "measure", lambda *_: {"numpy kernel": {"error": 0.0}})
     monkeypatch.setattr(measured, "table", lambda _: [["op"]])

@@ -62,7 +62,7 @@ UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
 # test_cuda_precision.py, cos_sin: test_rotary.py
 WITHOUT_GRADIENT = (random_bits, in_range, greedy, append, constant, barrier, advance, sum_to)
 WITHOUT_GRADIENT += (*UPDATES, cos_sin)
-# Of many ops, whose rounding adds up either way: test_numpy_blocks.py
+# Of many ops, whose rounding adds up either way: test_program.py
 IN_FLOAT64 = (blocks,)
 IN_ANY_ORDER = (embedding, index_add)  # sums at repeated ids
 # On trial too: NumPy has no kernels of these, and alone it would leave nothing to compare.

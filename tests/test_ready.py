@@ -129,17 +129,6 @@ def test_a_contrastive_loss() -> None:
     assert list(parts) == ["stack.norm", "stack.blocks.0", "embed"]
 
 
-def test_threads_that_run_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy's kernel of `blocks` reports at its end."""
-    monkeypatch.setattr("xformer.backends.numpy.blocks.n_threads", lambda: 2)
-    model = GPT(**SIZES, n_layers=2)
-    _, cache = model.loss(model.init(0), tokens(4, 64), tokens(4, 64))
-    assert type(cache.model.hidden.stack.layers).__name__ == "SharesCache"
-    grads, parts = reported(cache)
-    require_reported(grads, parts)
-    assert list(parts) == ["stack.norm", "stack.blocks.1", "stack.blocks.0", "embed"]
-
-
 @pytest.mark.parametrize("reversible", [False, True])
 def test_a_program_of_all_blocks(reversible: bool) -> None:
     """Numba's kernel of `blocks` reports at its end."""

@@ -173,10 +173,18 @@ def test_bad_input() -> None:
     reversible = xf.GPT(17, 2, 16, 2, 8, reversible=True)
     with pytest.raises(ValueError, match=r"stepped: '\*.blocks.0' matches none of \d+ nodes"):
         xf.stepped(cache_of(reversible, reversible.init(seed=0)), params, descent)
-    with pytest.raises(ValueError, match=r"stepped: .* a kernel of blocks ran; .*xf.unfused\(\)"):
-        xf.stepped(fused(params), params, descent)
     with pytest.raises(ValueError, match=r"join: no parameters of these names: "):
         xf.stepped(cache_of(GPT, params), params, lambda name, p, g: {"w": 1})
+
+
+def test_after_a_kernel_of_all_layers() -> None:
+    pytest.importorskip("numba", reason="extra numba")
+    model, tokens = xf.GPT(17, 2, 32, 4, 64), np.zeros((4, 64), int)
+    params = model.init(seed=0)
+    with xf.kernels("numba"):
+        _, cache = model.loss(params, tokens, tokens)
+    with pytest.raises(ValueError, match=r"stepped: .* a kernel of blocks ran; .*xf.unfused\(\)"):
+        xf.stepped(cache, params, descent)
 
 
 @pytest.mark.parametrize(
@@ -195,14 +203,3 @@ def test_wrong_results_of_the_update(result: Any, error: type[Exception], messag
     for donate in (False, True):
         with pytest.raises(error, match=rf"stepped: stack\.blocks\.2: the update of {message}"):
             xf.stepped(cache_of(GPT, params), params, lambda name, p, g: result(p), donate=donate)
-
-
-def fused(params: Any) -> Any:
-    """A cache of NumPy's kernel of `blocks`, as if there were several threads."""
-    from xformer.backends.numpy.blocks import SharesCache
-
-    cache = cache_of(GPT, params)
-    hidden = cache.model.hidden
-    shares = SharesCache((slice(0, 3),), (hidden.stack.layers,), (3, 8, 16), False)
-    hidden = hidden._replace(stack=hidden.stack._replace(layers=shares))
-    return cache._replace(model=cache.model._replace(hidden=hidden))

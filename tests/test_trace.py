@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import threadpoolctl
 from block_configs import block_config
 
 import xformer as xf
@@ -229,20 +228,6 @@ def test_numba_traces_a_program_as_one_step() -> None:
     with xf.kernels("numba"), xf.trace() as steps:
         ops.gelu(np.ones((300, 400), np.float32))
     assert steps[0].where == "xformer/backends/numba/kernels/gelu.py"
-
-
-def test_threads_of_kernels_do_not_record() -> None:
-    """Which of them computes what differs from run to run; the kernel is one step."""
-    gpt = xf.GPT(vocab_size=11, n_layers=2, d_model=32, n_heads=2, max_len=128)
-    params, tokens = gpt.init(), np.zeros((4, 128), int)
-    calls = []
-    for _ in range(3):
-        with threadpoolctl.threadpool_limits(2), xf.trace() as steps:
-            gpt.loss(params, tokens, tokens)[1].backward()
-        calls.append([(step.op, step.is_backward, step.depth) for step in steps])
-    assert calls[0] == calls[1] == calls[2]
-    (blocks,) = [i for i, step in enumerate(calls[0]) if step == ("blocks", False, 0)]
-    assert calls[0][blocks + 1][2] == 0  # without steps within it
 
 
 def test_what_a_checkpointed_block_recomputes_is_shown() -> None:

@@ -28,7 +28,6 @@ import numpy as np
 
 from xformer.backends.exclusive import Exclusive
 from xformer.base.typing import Array
-from xformer.dispatch import observed
 
 Piece = Callable[[int, int], Any]  # fn(start, stop)
 _Buffer = tuple[Array, int]  # bytes, and the index of the first byte at a multiple of LINE
@@ -258,10 +257,9 @@ def _run_pieces(fn: Piece, n: int, size: int, helpers: int) -> None:
     before = _local.n_threads
     _local.n_threads = 1  # a signal handler computes on this thread alone
     try:
-        with observed(None):  # which pieces a thread computes differs from run to run
-            _submit(job, helpers)
-            job.work()
-            _end(job, helpers, wait=True)
+        _submit(job, helpers)
+        job.work()
+        _end(job, helpers, wait=True)
     finally:
         _local.n_threads = before
     if job.error is not None:

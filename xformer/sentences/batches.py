@@ -167,14 +167,18 @@ def _where(params: Any) -> str:
 
 def require_language_model(what: str, model: Any) -> None:
     """ValueError unless the model is a LanguageModel that reads tokens, and no GPT of one's own."""
-    is_ours = isinstance(model, LanguageModel) and model.hf_config is None
-    if not isinstance(model, LanguageModel) or (is_ours and isinstance(model.head, LMHead)):
+    if not isinstance(model, LanguageModel) or _is_own_gpt(model):
         raise ValueError(
             f"{what}: the model must be {WANTED[what]} in a Hugging Face folder, "
             f"got {in_words(model)}"
         )
     if model.embed is None:
         raise ValueError(f"{what}: the model must read tokens, got one that reads vectors")
+
+
+def _is_own_gpt(model: LanguageModel) -> bool:
+    """Whether nobody trained it to embed: a causal model with logits, in no Hugging Face folder."""
+    return model.causal and isinstance(model.head, LMHead) and model.hf_config is None
 
 
 def require_parts(what: str, params: Any, tokenizer: Any) -> None:
