@@ -129,7 +129,9 @@ CONFIGS |= {
         **{"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 6, "sliding_window": 4},
     },
 }
-ALIKE = ("qwen3_moe", "olmoe", "deepseek_v2")  # nothing in them is new beside the others
+# Nothing in these is new to a text that is written, beside the others.
+ALIKE = ("llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "starcoder2", "cohere")
+ALIKE += ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2")
 NAMES = [
     *(name for name in CONFIGS if name not in ALIKE),
     *("sinusoidal", "positions for q, k, v", "no positions", "alibi", "relative bias", "shaw"),

@@ -33,11 +33,8 @@ pytestmark = only(*ON_DEVICE)
 RAGGED = [[5, 6, 7, 8, 9], [3], [30, 31, 32]]
 EVEN = [[5, 6, 7], [3, 4, 5]]
 GPT = xf.GPT(vocab_size=37, n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, max_len=300)
-ROLLING = (
-    *("mistral", "qwen2", "gemma2", "gemma3_text", "smollm3", "starcoder2", "olmo3", "cohere2"),
-    "gpt_oss",
-)  # layers have windows
-UNCAPTURED = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text", "shaw")
+ROLLING = ("mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "gpt_oss")  # by windows
+UNCAPTURED = ("qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text", "shaw")
 WITHIN = {"float32": 2e-5, "bfloat16": 2.0**-6, "float16": 2.0**-9}  # of the largest number
 
 
@@ -115,10 +112,10 @@ def test_every_kind_of_model(
     """The same ids and bits; behind a window keys are grouped otherwise, and sums rounded so."""
     model, params = causal(name)
     params = on_device(library, params)
-    wanted = written(library, model, params, prompts, max_new_tokens=9)
+    wanted = written(library, model, params, prompts, max_new_tokens=6)
     assert not graphs
-    got = written(library, model, params, prompts, max_new_tokens=9, compiled=True)
-    assert launches(graphs) == [7]  # the first token is the prompt's, the second is made as it is
+    got = written(library, model, params, prompts, max_new_tokens=6, compiled=True)
+    assert launches(graphs) == [4]  # the first token is the prompt's, the second is made as it is
     assert got[0] == wanted[0]
     if name not in ROLLING:
         require_same_bits(library, got[1], wanted[1])
@@ -155,9 +152,9 @@ def test_the_likeliest_of_every_kind_of_model(
     monkeypatch.setattr(on_host, "MOST", 4)
     model, params = causal(name)
     params, prompts = on_device(library, params), EVEN if name in UNPADDED else RAGGED
-    wanted = generate(model, params, prompts, max_new_tokens=12)
-    assert generate(model, params, prompts, max_new_tokens=12, compiled=True) == wanted
-    assert launches(graphs) == [10]
+    wanted = generate(model, params, prompts, max_new_tokens=8)
+    assert generate(model, params, prompts, max_new_tokens=8, compiled=True) == wanted
+    assert launches(graphs) == [6]
 
 
 @pytest.mark.parametrize("length", [60, 120])
