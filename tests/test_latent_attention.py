@@ -302,5 +302,5 @@ def test_refused(name: str) -> None:
 def test_types_are_refused() -> None:
     with pytest.raises(TypeError, match=r"^latent_attention: bias must be True or False, got 1$"):
         replace(CONFIG, bias=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^block: attn must be an AttentionConfig, LatentAtt"):
+    with pytest.raises(TypeError, match=r"^block: attn must have init, forward, d_model, got "):
         replace(BLOCK, attn=BLOCK.ffn)  # type: ignore[arg-type]

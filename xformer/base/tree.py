@@ -72,6 +72,8 @@ def _chosen(what: str, fn: Callable[[Any], Any], params: Any, patterns: tuple[st
     """`params` with `fn(leaf)` for each leaf whose name matches a pattern, or for all leaves."""
     names = list(flatten(params))
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{what}: each pattern must be a string, got {pattern!r:.60}")
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"{what}: {pattern!r} matches none of {len(names)} parameters")
     rest = iter(names)

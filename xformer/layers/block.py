@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from xformer import layers
 from xformer.base.choices import require_one_of
@@ -17,7 +17,7 @@ from xformer.layers.attention_config import AttentionConfig
 from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.norm import NormConfig, NormParams
-from xformer.layers.protocol import SITES, Context, SideInputs, rate
+from xformer.layers.protocol import SITES, Context, LayerConfig, SideInputs, rate
 from xformer.layers.residual import (
     Branch,
     BranchCache,
@@ -53,8 +53,8 @@ class BlockConfig:
         experts.
     """
 
-    attn: AttentionConfig | layers.LatentAttentionConfig | layers.GatedDeltaNetConfig
-    ffn: FeedForwardConfig | layers.ExpertsConfig
+    attn: AttentionConfig | LayerConfig
+    ffn: LayerConfig
     norm: NormConfig = NormConfig()  # noqa: RUF009 - frozen
     norm_placement: str = "pre"
     parallel: bool = False
@@ -69,15 +69,9 @@ class BlockConfig:
         plain_numbers(self)
         if not isinstance(self.norm, NormConfig):
             raise TypeError(f"block: norm must be a NormConfig, got {self.norm!r:.60}")
-        if not (hasattr(self.attn, "forward") and hasattr(self.attn, "d_model")):
-            raise TypeError(
-                "block: attn must be an AttentionConfig, LatentAttentionConfig or "
-                f"GatedDeltaNetConfig, got {self.attn!r:.60}"
-            )
-        if not (hasattr(self.ffn, "forward") and hasattr(self.ffn, "d_ff")):
-            raise TypeError(
-                f"block: ffn must be a FeedForwardConfig or ExpertsConfig, got {self.ffn!r:.60}"
-            )
+        if not isinstance(self.attn, AttentionConfig):
+            _require_layer("attn", "an AttentionConfig", self.attn, ("init", "forward", "d_model"))
+        _require_layer("ffn", "a FeedForwardConfig", self.ffn, ("init", "forward"))
         is_short = isinstance(self.ffn, FeedForwardConfig) and not self.ffn.down
         if is_short and self.ffn.d_ff != self.d_model:
             raise ValueError(
@@ -122,8 +116,9 @@ class BlockConfig:
 
     @property
     def experts(self) -> layers.ExpertsConfig | None:
-        """The configuration of the mixture of experts; None if ffn is a dense network."""
-        return None if isinstance(self.ffn, FeedForwardConfig) else self.ffn
+        """The configuration of the mixture of experts; None if ffn is another layer."""
+        is_mixture = hasattr(self.ffn, "n_experts")
+        return cast("layers.ExpertsConfig", self.ffn) if is_mixture else None
 
     def sublayer(self, fn: Sublayer) -> Sublayer:
         """`fn`, as the block calls it: unchanged. A part of a block has it between collectives."""
@@ -175,7 +170,7 @@ class BlockConfig:
             norm(before and cross),
             crossing,
             norm(before and not self.shared_norm),
-            self._feed_forward_init(rng, draw, out_scale),
+            self._feed_forward_init(rng, options),
             norm(after and self.attn_norm),
             norm(after and cross),
             norm(after),
@@ -184,12 +179,10 @@ class BlockConfig:
             scale(),
         )
 
-    def _feed_forward_init(
-        self, rng: Generator, draw: Draw, out_scale: float
-    ) -> FeedForwardParams | layers.ExpertsParams:
-        if isinstance(self.ffn, FeedForwardConfig):
-            return self.ffn.init(rng, self.d_model, draw=draw, out_scale=out_scale)
-        return self.ffn.init(rng, self.d_model, draw=draw)
+    def _feed_forward_init(self, rng: Generator, options: dict[str, Any]) -> Any:
+        if self.experts is not None:
+            return self.ffn.init(rng, self.d_model, draw=options["draw"])
+        return self.ffn.init(rng, self.d_model, **options)
 
 
 @short
@@ -348,6 +341,16 @@ def block_gradients(*branches: tuple[Any, ...]) -> tuple[BlockParams, SideInputs
         for of_layer in more:
             dside = dside.plus(of_layer)
     return BlockParams(**fields), dside
+
+
+def _require_layer(name: str, usual: str, layer: Any, parts: tuple[str, ...]) -> None:
+    """TypeError unless `layer` is a `LayerConfig` with `parts`."""
+    missing = [part for part in parts if not hasattr(layer, part)]
+    if not isinstance(layer, LayerConfig):
+        raise TypeError(f"block: {name} must be {usual} or a layers.LayerConfig, got {layer!r:.60}")
+    if missing:
+        got = f"{type(layer).__name__} without {' and '.join(missing)}"
+        raise TypeError(f"block: {name} must have {', '.join(parts)}, got {got}")
 
 
 def _require_kind(name: str, layer: Any, params: Any) -> None:

@@ -22,13 +22,13 @@ from xformer.initializers import Draw, normal
 from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig
-from xformer.layers.protocol import Context, SideInputs
+from xformer.layers.protocol import Context, LayerConfig, SideInputs
 from xformer.layers.router import route
 from xformer.ops.activation import gated_unit, require_activation
 
 
 @dataclass(frozen=True)
-class ExpertsConfig:
+class ExpertsConfig(LayerConfig):
     """The configuration of a mixture of experts. ValueError for options that do not fit together.
 
     normalise: whether the weights of a token's experts sum to 1. True: Mixtral (softmax over the

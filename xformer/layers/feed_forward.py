@@ -17,13 +17,13 @@ from xformer.dispatch.checks import number, plain_numbers, require_gradient, req
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig
-from xformer.layers.protocol import Context, SideInputs, rate
+from xformer.layers.protocol import Context, LayerConfig, SideInputs, rate
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.ops.barrier import barrier
 
 
 @dataclass(frozen=True)
-class FeedForwardConfig:
+class FeedForwardConfig(LayerConfig):
     """The configuration of a feed-forward network.
 
     chunk_len: the number of tokens whose hidden units are in memory at a time; None: all. With

@@ -6,15 +6,15 @@
 `SideInputs` are the arrays beside x that have gradients. `Context` says how the layer is called and
 has none. A layer refuses a field that it cannot follow; it never ignores one.
 
-A layer has a configuration `SomeConfig` and parameters `SomeParams`. A block calls
-`config.forward(x, params, side, norm, context)`, where `norm` is of the block. A layer that reads
-no side inputs may leave out dside.
+A layer has a configuration `SomeConfig` (`LayerConfig`) and parameters `SomeParams`. A layer that
+reads no side inputs may leave out dside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from xformer import ops
 from xformer.base import tree
@@ -24,11 +24,28 @@ from xformer.base.typing import Array
 SITES = 6  # dropout streams of a block
 
 
+@dataclass(frozen=True)
 class LayerConfig:
-    """The configuration of a layer in place of attention inherits from it.
+    """The configuration of a layer in place of attention or of the feed-forward network.
 
-    Models read these options of every block. Here they are off; a layer that has one overrides it.
+    A subclass is a frozen dataclass with
+
+    - `forward(x, params, side, norm, context)`, which returns y and the cache
+    - `init(rng, norm, *, draw, out_scale)`, which returns initial parameters, and `d_model`; in
+      place of the feed-forward network `init(rng, d_model, *, draw, out_scale)`
+
+    norm: the block's `NormConfig`, for norms within the layer
+    rng: a `Generator`, or `initializers.Shapes`, which has the same methods and knows shapes only
+    draw: the distribution of the weights, draw(rng, shape)
+    out_scale: multiplies the weights of the last linear map
+
+    Models read the options below of attention. Here they are off; a layer that has one overrides
+    it.
     """
+
+    if TYPE_CHECKING:  # `init`, `forward`, and the fields, which differ from layer to layer
+
+        def __getattr__(self, name: str) -> Any: ...
 
     window: ClassVar[Any] = None
     softcap: ClassVar[Any] = None

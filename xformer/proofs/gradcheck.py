@@ -267,11 +267,17 @@ def _gradients(
     extra = tree.flatten(tuple(grads[len(inputs) :]))  # a None or a side without arrays is none
     if len(grads) < len(inputs) or extra:
         raise ValueError(f"{name}: backward must return {len(inputs)} gradients, got {len(grads)}")
-    by_name = tree.flatten(dict(zip(inputs, grads, strict=False)))
+    grads = dict(zip(inputs, grads, strict=False))
+    by_name = tree.flatten(grads)
     leaves = tree.flatten(inputs)
     for key in by_name:
         if key not in leaves:
-            raise ValueError(f"{name}: backward returned a gradient of {key}, which was not given")
+            of = key.partition(".")[0]
+            wanted, got = (type(trees[of]).__name__ for trees in (inputs, grads))
+            raise ValueError(
+                f"{name}: backward returned a gradient of {key}, which was not given; the gradient "
+                f"of {of} must be of its type, {wanted}, got {got}"
+            )
     for key, leaf in leaves.items():
         wanted, got = _form(leaf), _form(by_name.get(key))
         if got != wanted:

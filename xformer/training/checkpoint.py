@@ -134,7 +134,7 @@ def _in_json(op: str, value: Any) -> Any:
     if _config_classes().get(name) is not type(value):
         raise TypeError(
             f"{op}: the model must have configurations of xformer alone, got a {name}, "
-            "which load would not find"
+            "which load would not find; a Run without model= stores the parameters"
         )
     items = {field.name: getattr(value, field.name) for field in fields(value)}
     return {CLASS: name, **{k: v if k in OF_FILES else _in_json(op, v) for k, v in items.items()}}

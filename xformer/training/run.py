@@ -157,9 +157,12 @@ class Run:
 
         FileNotFoundError if there is no checkpoint of step `at`. ValueError if a checkpoint does
         not fit `start`, CheckpointError if it is damaged. OSError if the disk has too little room
-        for training. TypeError or ValueError for a leaf of `start` that a checkpoint cannot store.
+        for training. TypeError or ValueError for a leaf of `start` and for a model that cannot be
+        stored.
         """
         require_state("begin", start, self.backend)
+        if self._describes_model:
+            checkpoint.describe("begin", self.model)
         if self.world.size == 1:
             return self._begin(start, at)
         own, whole = start.optimiser, start
@@ -329,10 +332,17 @@ class Run:
     def _saves_model(self) -> bool:
         return self.model is not None or self.write_model is not None
 
+    @property
+    def _describes_model(self) -> bool:
+        """Whether the model is stored in xformer's own format."""
+        if self.model is None or self.write_model is not None:
+            return False
+        return getattr(self.model, "hf_config", None) is None
+
     def _write_model(self, params: Any, backend: Backend) -> None:
         if self.write_model is not None:
             self.write_model(params)
-        elif getattr(self.model, "hf_config", None) is None:
+        elif self._describes_model:
             checkpoint.save(self.folder, self.model, params, backend)
         else:
             pretrained.save(self.model, params, self.folder)
