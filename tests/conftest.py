@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.util
@@ -81,9 +82,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before slow ones are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on JAX are slow, unless it is demanded: it compiles every op for every shape.
+    """Leave out tests on libraries that cannot be used here. Tests on JAX are slow.
 
-    test_gradients.py, whose cases are compiled in one piece, always runs.
+    It compiles every op for every shape. test_gradients.py, whose cases are compiled in one piece,
+    always runs. With --backend all tests on it run, and fail where it cannot be used.
 
     UsageError for a test whose id holds an address, by which processes would disagree about it.
     """
@@ -94,10 +96,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if _name(item) not in ran]
     if config.getoption("--backend"):
         return
+    left_out = [item for item in items if _unusable(_library_of(item))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not _unusable(_library_of(item))]
     for item in items:
-        on = getattr(item, "callspec", None)
-        if on and on.params.get("library") == "jax" and item.path.name != "test_gradients.py":
+        if _library_of(item) == "jax" and item.path.name != "test_gradients.py":
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say which libraries' tests were left out, and why."""
+    if not config.getoption("--backend"):
+        for name in dict.fromkeys(LIBRARIES.values()):
+            if reason := _unusable(name):
+                terminalreporter.write_line(f"LEFT OUT: tests on {name}: {reason}")
+
+
+def _library_of(item: pytest.Item) -> str | None:
+    """The name of a test's `library`, if it has one."""
+    on = getattr(item, "callspec", None)
+    name: str | None = on and on.params.get("library")
+    return name
+
+
+@functools.cache
+def _unusable(library: str | None) -> str | None:
+    """Why a library cannot be used here. The stand-in's tests say it themselves."""
+    if library not in LIBRARIES:
+        return None
+    return backends.unavailable_reason(LIBRARIES[library])
 
 
 def pytest_collection_finish() -> None:
@@ -178,7 +207,7 @@ def launched(library: Backend, monkeypatch: pytest.MonkeyPatch) -> list[tuple[st
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """The backend of a name that `opened` knows; skips where it cannot run and was not demanded."""
+    """The backend of a name that `opened` knows; fails where it cannot run and was demanded."""
     demanded = request.config.getoption("--backend")
     if demanded and LIBRARIES.get(request.param, STAND_IN) not in demanded:
         pytest.skip(f"{request.param} was not demanded by --backend")
