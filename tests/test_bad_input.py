@@ -1346,8 +1346,8 @@ def test_bad_configurations(config: Any, options: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("part", "wanted"),
     [
-        ("attn", "an AttentionConfig, LatentAttentionConfig or GatedDeltaNetConfig"),
-        ("ffn", "a FeedForwardConfig or ExpertsConfig"),
+        ("attn", "an AttentionConfig or a layers.LayerConfig"),
+        ("ffn", "a FeedForwardConfig or a layers.LayerConfig"),
         ("norm", "a NormConfig"),
     ],
 )

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
     from xformer.layers.pooling import pool
     from xformer.layers.positions import alibi, sinusoidal
-    from xformer.layers.protocol import Context, SideInputs
+    from xformer.layers.protocol import Context, LayerConfig, SideInputs
     from xformer.layers.recurrent_state import RecurrentState
     from xformer.layers.relative import RelativeConfig, relative_bias
     from xformer.layers.residual import Branch, parallel, residual
@@ -101,7 +101,6 @@ __all__ = [
     "parallel",
     "pool",
     "relative_bias",
-    "require_no",
     "residual",
     "rope_tables",
     "sinusoidal",
@@ -128,7 +127,7 @@ later(
     kv_cache="KVCache",
     pooling="pool",
     positions="alibi sinusoidal",
-    protocol="Context LayerConfig SideInputs require_no",
+    protocol="Context LayerConfig SideInputs",
     recurrent_state="RecurrentState",
     relative="RelativeConfig relative_bias",
     residual="Branch parallel residual",
