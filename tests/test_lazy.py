@@ -113,7 +113,13 @@ def test_a_name_that_is_not_in_its_file_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "some_later").mkdir()
-    text = 'from xformer.base.lazy import later\nlater(__name__, part="there absent", whole="")\n'
+    text = """
+from typing import TYPE_CHECKING
+from xformer.base.lazy import later
+if TYPE_CHECKING:
+    from some_later.part import there as there, absent as absent
+later(__name__, "whole")
+"""
     (tmp_path / "some_later" / "__init__.py").write_text(text)
     (tmp_path / "some_later" / "part.py").write_text("there = 1\n")
     (tmp_path / "some_later" / "whole.py").write_text("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Mapping
@@ -9,38 +10,52 @@ from types import ModuleType
 from typing import Any
 
 
-def later(package: str, **files: str) -> None:
+def later(package: str, *files: str) -> None:
     """Make `package` import each of its names at the first use of the name.
 
-    later(__name__, gelu="gelu", norm="NormConfig NormParams norm")
+    if TYPE_CHECKING:
+        from xformer.ops.gelu import gelu as gelu
 
-    package: the name of the package
-    files: file -> the names in this file, separated by spaces
+    later(__name__, "activation")
+
+    The names are those of the block, which type checkers read too, and `__all__` lists them.
+
+    package: the name of the package, whose source must be installed
+    files: further files that are attributes of the package, but not in `__all__`
 
     The name of a file is the function or class of that name in the file, or the file if there is
     none.
     """
-    module = sys.modules[package]
-    vars(module)["_file_of"] = {file: file for file in files} | {
-        name: file for file, names in files.items() for name in names.split()
-    }
+    module: Any = sys.modules[package]
+    nodes = ast.parse(module.__loader__.get_source(package)).body
+    (block,) = (node.body for node in nodes if isinstance(node, ast.If))
+    imports = [node for node in block if isinstance(node, ast.ImportFrom)]
+    names = {alias.name: str(node.module) for node in imports for alias in node.names}
+    own = {place.rpartition(".")[2] for place in names.values() if place.startswith(f"{package}.")}
+    module.__all__ = sorted(names, key=lambda name: (not name.isupper(), name.islower(), name))
+    module._place_of = dict.fromkeys([*own, *files], package) | names
     module.__class__ = _Package
 
 
 class _Package(ModuleType):
-    _file_of: Mapping[str, str] = {}
+    _place_of: Mapping[str, str] = {}  # name -> the module that has it; the package, of its files
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self._file_of:
+        place = self._place_of.get(name)
+        if place is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        file = importlib.import_module(f"{self.__name__}.{self._file_of[name]}")
-        value = _in(file, name) if name == self._file_of[name] else getattr(file, name)
+        own = f"{self.__name__}.{name}"
+        if place in (self.__name__, own):
+            value = _in(importlib.import_module(own), name)
+        else:
+            value = getattr(importlib.import_module(place), name)
         vars(self)[name] = value
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Bind a name. For the import of a file, bind what `_in` returns, not the file."""
-        if isinstance(value, ModuleType) and self._file_of.get(name) == name:
+        own = f"{self.__name__}.{name}"
+        if isinstance(value, ModuleType) and self._place_of.get(name) in (self.__name__, own):
             if vars(self).get(name, value) is not value:
                 return  # the user has bound another object to the name
             value = _in(value, name)
