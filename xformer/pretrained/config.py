@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from xformer.base.choices import did_you_mean
@@ -56,6 +56,8 @@ class Config:
     """One JSON object of a configuration.
 
     where: the file and the path of the object in it, for messages.
+    tensors: the names of the tensors in a model's files, which for some families alone show which
+        parts a model has; None: unknown.
 
     Each reader takes the name of a key and returns its checked value. It returns `default` if the
     key is missing, and `null` if its value is null. `null` is the same as `default` unless given;
@@ -63,8 +65,13 @@ class Config:
     were not read. All methods raise PretrainedError.
     """
 
-    def __init__(self, data: Mapping[str, Any], where: str = "config.json") -> None:
-        self.where = where
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        where: str = "config.json",
+        tensors: Collection[str] | None = None,
+    ) -> None:
+        self.where, self.tensors = where, tensors
         self.data = data
         self._asked: set[str] = set()
         self._parts: dict[str, Config] = {}

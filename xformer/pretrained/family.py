@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from xformer import models
@@ -30,8 +30,7 @@ class Family(NamedTuple):
     """How the folders of a `model_type` are read and written.
 
     heads: architecture -> head: "lm", "masked-lm", "classifier", "hidden", ...
-    build: (configuration, head, names) -> model. head: a value of `heads`, "hidden" if there are
-        none; names: of the file's tensors, None if they are unknown
+    build: (configuration, head) -> model. head: a value of `heads`, "hidden" if there are none
     links: model -> links (`names.Link`), which say which tensor of the file is which leaf of the
         model's parameters
     in_memory: model -> links of the tensors that have other names in memory in transformers 5
@@ -45,7 +44,7 @@ class Family(NamedTuple):
     """
 
     heads: dict[str, str]
-    build: Callable[[Config, str, Collection[str] | None], Any]
+    build: Callable[[Config, str], Any]
     links: Callable[[Any], Iterable[Link]]
     in_memory: Callable[[Any], Iterable[Link]] = lambda model: ()
     prefix: str = ""
@@ -54,6 +53,16 @@ class Family(NamedTuple):
     unused: tuple[str, ...] = ()
     aliases: dict[str, str] = {}  # noqa: RUF012 - never written to
     free: tuple[str, ...] = ()
+
+
+def encoder_heads(name: str) -> dict[str, str]:
+    """The architectures of an encoder's family, whose names begin with `name`, and their heads."""
+    return {
+        f"{name}ForMaskedLM": "masked-lm",
+        f"{name}ForSequenceClassification": "classifier",
+        f"{name}ForTokenClassification": "token_classifier",
+        f"{name}Model": "hidden",
+    }
 
 
 def activation(c: Config, name: str, default: str) -> str:

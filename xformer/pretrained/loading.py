@@ -80,11 +80,11 @@ def _described(
 ) -> tuple[Any, list[str]]:
     """(model, keys that transformers does not read) of a configuration."""
     family = _family(config, where)
-    c = Config(config, where)
+    c = Config(config, where, names)
     c.rename(family.aliases)
     c.common(**{key: config.get(key) for key in family.free})
     try:
-        model = family.build(c, head_of(family, config, where), names)
+        model = family.build(c, head_of(family, config, where))
     except (ValueError, TypeError, ArithmeticError) as error:
         if isinstance(error, PretrainedError):
             raise

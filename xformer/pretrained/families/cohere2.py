@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
+from xformer.pretrained.families import llama
 from xformer.pretrained.families.cohere import HEADS, interleaved, side_by_side, tied
-from xformer.pretrained.families.llama import family, window, windowed, windows
 from xformer.pretrained.family import layers
 
 UNREAD = {  # keys of Command R7B, which describe the family
@@ -20,7 +18,7 @@ UNREAD = {  # keys of Command R7B, which describe the family
 }
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration.
 
     By default each fourth layer attends to all tokens, without RoPE. The others have a window.
@@ -30,10 +28,10 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     config, n_layers = side_by_side(c), layers(c)
     each = c.integer("sliding_window_pattern", low=1, default=4)
     slides = tuple((i + 1) % each != 0 for i in range(n_layers))
-    sizes = windows(c, n_layers, window(c, default=4096), slides)
+    sizes = llama.windows(c, n_layers, llama.window(c, default=4096), slides)
     turned = interleaved(c, config, 10000.0)
     rotary = tuple(None if size is None else turned for size in sizes)
-    return tied(c, head, windowed(config, sizes), rotary=rotary)
+    return tied(c, head, llama.windowed(config, sizes), rotary=rotary)
 
 
-FAMILY = family("Cohere2", build, heads=HEADS)
+FAMILY = llama.family("Cohere2", build, heads=HEADS)

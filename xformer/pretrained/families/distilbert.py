@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
 from xformer.models import Classifier, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import Family, activation, layers, rate
-from xformer.pretrained.names import Links, attention, linear, norm, same
+from xformer.pretrained.families import bert
+from xformer.pretrained.family import Family, activation, encoder_heads, layers, rate
+from xformer.pretrained.names import Links, attention, linear, norm
 
 EPS = 1e-12
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration.
 
     head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head or
         pooler
-    names: not used
     """
     if head == "masked-lm":
         c.only("tie_word_embeddings", True)
@@ -58,35 +57,21 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 def links(model: LanguageModel) -> Links:
     """Yield which tensor of a file is which leaf of the parameters (`names.Link`)."""
-    embeddings = "distilbert.embeddings"
-    yield from same(f"{embeddings}.word_embeddings.weight", "embed.table")
-    yield from same(f"{embeddings}.position_embeddings.weight", "embed.positions")
-    yield from norm(f"{embeddings}.LayerNorm", "embed.norm")
+    yield from bert.embed_links("distilbert.embeddings")
     for i in range(len(model.blocks)):
         theirs, ours = f"distilbert.transformer.layer.{i}", f"stack.blocks.{i}"
-        yield from attention(
-            f"{theirs}.attention", f"{ours}.attn", "q_lin", "k_lin", "v_lin", "out_lin"
-        )
+        names = "q_lin", "k_lin", "v_lin", "out_lin"
+        yield from attention(f"{theirs}.attention", f"{ours}.attn", *names)
         yield from norm(f"{theirs}.sa_layer_norm", f"{ours}.attn_norm")
         yield from linear(f"{theirs}.ffn.lin1", f"{ours}.ffn.up")
         yield from linear(f"{theirs}.ffn.lin2", f"{ours}.ffn.down")
         yield from norm(f"{theirs}.output_layer_norm", f"{ours}.ffn_norm")
-    if isinstance(model.head, MaskedLMHead):
-        yield from linear("vocab_transform", "head.dense")
-        yield from norm("vocab_layer_norm", "head.norm")
-        yield from same("vocab_projector.bias", "head.b")
-    else:
-        yield from linear("pre_classifier", "head.dense")
-        yield from linear("classifier", "head.out")
+    masked = "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"
+    yield from bert.head_links(model, masked, ("pre_classifier", "classifier"))
 
 
 FAMILY = Family(
-    heads={
-        "DistilBertForMaskedLM": "masked-lm",
-        "DistilBertForSequenceClassification": "classifier",
-        "DistilBertForTokenClassification": "token_classifier",
-        "DistilBertModel": "hidden",
-    },
+    heads=encoder_heads("DistilBert"),
     build=build,
     links=links,
     prefix="distilbert.",

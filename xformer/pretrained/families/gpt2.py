@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
@@ -12,7 +11,7 @@ from xformer.pretrained.family import Family, activation, decoder_head, layers, 
 from xformer.pretrained.names import Links, fused, linear, norm, same
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     width = c.integer("n_embd", low=1, default=768)
     c.ignore("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
@@ -14,7 +12,7 @@ from xformer.pretrained.rope import rope
 ROTARY = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     # Keys of a token classifier, and of old files; transformers does not read the latter either.
     c.ignore("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")

@@ -24,7 +24,7 @@ from xformer.pretrained.rope import rope
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     c.ignore("pretraining_tp")  # if above 1, the same matmuls are computed in parts
     c.unread("rope_interleaved", False)
@@ -156,16 +156,13 @@ def windowed(config: BlockConfig, sizes: tuple[Any, ...]) -> tuple[BlockConfig, 
     return tuple(replace(config, attn=replace(config.attn, window=size)) for size in sizes)
 
 
-def links(model: LanguageModel) -> Links:
-    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+def layer_links(theirs: str, ours: str, config: BlockConfig) -> Links:
+    """Yield which tensor of a layer is which leaf of its block (`names.Link`).
 
-    They are all tensors that Llama or a family derived from it may have.
+    They are all tensors that a layer of Llama, or of a family derived from it, may have.
     """
-    yield from same("model.embed_tokens.weight", "embed.table")
-    for i in range(len(model.blocks)):
-        yield from block_links(f"model.layers.{i}", f"stack.blocks.{i}")
-        yield from feed_forward_links(f"model.layers.{i}.mlp", f"stack.blocks.{i}.ffn")
-    yield from top_links()
+    yield from block_links(theirs, ours)
+    yield from feed_forward_links(f"{theirs}.mlp", f"{ours}.ffn")
 
 
 def block_links(theirs: str, ours: str) -> Links:
@@ -188,20 +185,32 @@ def feed_forward_links(theirs: str, ours: str) -> Links:
         yield from linear(f"{theirs}.{name}_proj", f"{ours}.{name}")
 
 
-def top_links() -> Links:
-    """Yield the links of the final norm and of the heads."""
-    yield from norm("model.norm", "stack.norm")
-    yield from linear("lm_head", "head")
-    yield from linear("score", "head.out")
-
-
 HEADS = {"ForCausalLM": "lm", "ForSequenceClassification": "classifier", "Model": "hidden"}
 
 
 def family(
-    name: str, build: Any, links: Any = links, *, heads: Collection[str] = tuple(HEADS)
+    name: str,
+    build: Any,
+    layer: Any = layer_links,
+    *,
+    heads: Collection[str] = tuple(HEADS),
+    **fields: Any,
 ) -> Family:
-    """Return the family whose architectures begin with `name`. heads: how their names end."""
+    """Return the family whose architectures begin with `name`.
+
+    layer: (prefix of a layer's tensors, of its leaves, configuration) -> links of the layer
+    heads: how the names of the architectures end
+    fields: further fields of `Family`
+    """
+
+    def links(model: LanguageModel) -> Links:
+        yield from same("model.embed_tokens.weight", "embed.table")
+        for i, config in enumerate(model.blocks):
+            yield from layer(f"model.layers.{i}", f"stack.blocks.{i}", config)
+        yield from norm("model.norm", "stack.norm")
+        yield from linear("lm_head", "head")
+        yield from linear("score", "head.out")
+
     return Family(
         heads={f"{name}{end}": HEADS[end] for end in heads},
         build=build,
@@ -209,6 +218,7 @@ def family(
         prefix="model.",
         tied={"lm_head.weight": "model.embed_tokens.weight"},
         buffers=(r".*rotary_emb\.inv_freq",),
+        **fields,
     )
 
 

@@ -6,7 +6,7 @@ The file has one tensor of each kind for all layers together. Here layer i of `w
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ NORMS = {"rms_att": "attn_norm.w", "rms_ffn": "ffn_norm.w"}
 TABLES = ("freq_cis_real", "freq_cis_imag")
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration, which has the sizes of the file's header."""
     attn = AttentionConfig(
         d_model=c.integer("d_model", low=1),

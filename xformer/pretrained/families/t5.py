@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from xformer.layers import (
@@ -19,7 +18,7 @@ from xformer.pretrained.family import ACTIVATIONS, Family, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder | LanguageModel:
+def build(c: Config, head: str) -> EncoderDecoder | LanguageModel:
     """Return the model of a configuration. In T5 1.1 the head is tied only if the file has none."""
     config, dropout = block(c), rate(c, "dropout_rate", 0.1)
     c.ignore("n_positions", "classifier_dropout")
@@ -44,7 +43,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
     if head == "encoder":
         options: Any = {"causal": False, "relative_bias": relative_bias, "head": None}
         return LanguageModel(embed, encoder, out_dropout=dropout, **options)
-    absent = ties if names is None else "lm_head.weight" not in names
+    absent = ties if c.tensors is None else "lm_head.weight" not in c.tensors
     top = LMHead(tied=scales or absent, scale=config.d_model**-0.5 if scales else 1.0)
     return EncoderDecoder(
         encoder=encoder,
