@@ -129,15 +129,13 @@ def load(
     return model, _read(model, matched, tensors, target, dtype, progress)
 
 
-def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | families.llama2c.Mapped]:
+def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors]:
     """(model, tensors) of a folder, without reading the tensors. Raises as `load` does."""
     model, tensors, _ = _inspected(Path(folder))
     return model, tensors
 
 
-def _inspected(
-    root: Path, *, fetch: str | None = None
-) -> tuple[Any, files.Tensors | families.llama2c.Mapped, list[Any]]:
+def _inspected(root: Path, *, fetch: str | None = None) -> tuple[Any, files.Tensors, list[Any]]:
     """(model, tensors, matched links) of a folder.
 
     fetch: the dtype in which the tensors are read soon; None: they are not read.
@@ -305,7 +303,7 @@ def _with_same_tensors(
     return None
 
 
-def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | families.llama2c.Mapped]:
+def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors]:
     """(path of the configuration, configuration, tensors) of a folder or file."""
     require_model(root)
     if root.is_dir():
@@ -414,7 +412,7 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
 def _read(
     model: Any,
     matched: list[tuple[Link, list[str]]],
-    tensors: files.Tensors | families.llama2c.Mapped,
+    tensors: files.Tensors,
     backend: backends.Backend,
     dtype: str,
     progress: Callable[[str, int, int], Any] | None,

@@ -10,7 +10,7 @@ from typing import Any
 from xformer.base import tree
 from xformer.base.choices import did_you_mean
 from xformer.initializers import Shapes
-from xformer.pretrained import families, files
+from xformer.pretrained import files
 from xformer.pretrained.family import Family
 from xformer.pretrained.names import Link
 from xformer.pretrained.reading import PretrainedError, listed
@@ -89,7 +89,7 @@ def links_for(
 def matched_links(
     family: Family,
     model: Any,
-    tensors: files.Tensors | families.llama2c.Mapped,
+    tensors: files.Tensors,
     where: str,
     of_other_heads: Callable[[], Collection[str]] = tuple,
 ) -> list[tuple[Link, list[str]]]:
@@ -134,9 +134,7 @@ def matched_links(
 class _Names:
     """The names of the tensors in the files, with the spellings of older versions."""
 
-    def __init__(
-        self, family: Family, tensors: files.Tensors | families.llama2c.Mapped, where: str
-    ) -> None:
+    def __init__(self, family: Family, tensors: files.Tensors, where: str) -> None:
         self.family, self.tensors, self.where = family, tensors, where
         self.used: dict[str, str] = {}  # name in the files -> current name
         self.repeated: dict[str, list[str]] = {}
