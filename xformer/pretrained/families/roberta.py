@@ -1,4 +1,8 @@
-"""RoBERTa (arXiv:1907.11692): BERT with other heads. Position ids begin after the padding id."""
+"""RoBERTa (arXiv:1907.11692): BERT with other heads. Position ids begin after the padding id.
+
+CamemBERT (arXiv:1911.03894) has a vocabulary for French, XLM-RoBERTa (arXiv:1911.02116) one for a
+hundred languages.
+"""
 
 from __future__ import annotations
 
@@ -56,3 +60,5 @@ def family(name: str, *, vocab_size: int) -> Family:
 
 
 FAMILY = family("Roberta", vocab_size=50265)
+CAMEMBERT = family("Camembert", vocab_size=30522)
+XLM_ROBERTA = family("XLMRoberta", vocab_size=30522)
