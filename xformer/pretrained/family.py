@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from xformer import models
-from xformer.pretrained.config import Config
+from xformer.layers import EmbedConfig
+from xformer.pretrained.config import REQUIRED, Config
 from xformer.pretrained.names import Link
 
 MAX_LAYERS = 1000
@@ -63,6 +64,17 @@ def encoder_heads(name: str) -> dict[str, str]:
         f"{name}ForTokenClassification": "token_classifier",
         f"{name}Model": "hidden",
     }
+
+
+def embedding(c: Config, d_model: int, vocab_size: Any = REQUIRED, **options: Any) -> EmbedConfig:
+    """The embedding of tokens, without positions unless `options` say so.
+
+    vocab_size: the family's default if the key is missing
+    options: further options of `EmbedConfig`
+    """
+    size = c.integer("vocab_size", low=1, default=vocab_size)
+    plain: dict[str, Any] = {"width": d_model, "d_model": d_model, "positions": "none"}
+    return EmbedConfig(vocab_size=size, **plain | options)
 
 
 def activation(c: Config, name: str, default: str) -> str:

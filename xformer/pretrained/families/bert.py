@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler, TokenClassifier
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import Family, activation, encoder_heads, layers, rate
+from xformer.pretrained.family import Family, activation, embedding, encoder_heads, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
@@ -72,9 +72,7 @@ def encoder(
     c.ignore("tie_word_embeddings", "classifier_dropout", "classifier_dropout_prob")
     c.ignore("is_causal")  # only decoders use it
     options: dict[str, Any] = {
-        "vocab_size": c.integer("vocab_size", low=1, default=vocab_size),
         "width": config.d_model if width is None else width,
-        "d_model": config.d_model,
         "max_len": c.integer("max_position_embeddings", low=1, default=512),
         "positions": "learned",
         "norm": config.norm,
@@ -82,7 +80,7 @@ def encoder(
     }
     if "n_types" not in embed:
         options["n_types"] = c.integer("type_vocab_size", default=2)
-    table = EmbedConfig(**options | embed)
+    table = embedding(c, config.d_model, vocab_size, **options | embed)
     return LanguageModel(table, (config,) * layers(c, default=12), causal=False, head=head)
 
 
@@ -118,7 +116,7 @@ def head_of(
     dropout = rate(c, key, config.dropout if default is None else default)
     if head == "token_classifier":
         return TokenClassifier(c.labels(), dropout=dropout)
-    own = {} if dense is None else {"dense": dense, "dense_dropout": dropout}
+    own: dict[str, Any] = {} if dense is None else {"dense": dense, "dense_dropout": dropout}
     return Classifier(c.labels(), dropout=dropout, **own)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import Classifier, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert
-from xformer.pretrained.family import Family, activation, encoder_heads, layers, rate
+from xformer.pretrained.family import Family, activation, embedding, encoder_heads, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm
 
 EPS = 1e-12
@@ -35,15 +35,9 @@ def build(c: Config, head: str) -> LanguageModel:
         activation=activation(c, "activation", "gelu"),
     )
     block = BlockConfig(attn, ffn, NormConfig(eps=EPS), "post", dropout=rate(c, "dropout", 0.1))
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1, default=30522),
-        width=block.d_model,
-        d_model=block.d_model,
-        max_len=c.integer("max_position_embeddings", low=1, default=512),
-        positions="learned",
-        norm=block.norm,
-        dropout=block.dropout,
-    )
+    max_len = c.integer("max_position_embeddings", low=1, default=512)
+    around: dict[str, Any] = {"norm": block.norm, "dropout": block.dropout}
+    embed = embedding(c, block.d_model, 30522, max_len=max_len, positions="learned", **around)
     top: Any = None
     last = rate(c, "seq_classif_dropout", 0.2)
     if head == "masked-lm":

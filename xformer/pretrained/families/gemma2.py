@@ -8,7 +8,7 @@ from xformer.layers import BlockConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import llama
-from xformer.pretrained.family import activation, layers
+from xformer.pretrained.family import activation
 from xformer.pretrained.names import Links, norm
 
 
@@ -18,10 +18,8 @@ def build(c: Config, head: str) -> LanguageModel:
     c.ignore("hidden_act", "cache_implementation")  # hidden_activation is used instead
     cap = c.number("attn_logit_softcapping", low=1e-9, default=50.0, null=None)
     config = block_of(c, softcap=cap)
-    n_layers = layers(c)
-    alternate = tuple(i % 2 == 0 for i in range(n_layers))
     c.unread("sliding_window_size", c.data.get("sliding_window"))  # the 9B model has it
-    sizes = llama.windows(c, n_layers, llama.window(c, default=4096), alternate)
+    sizes = llama.windows(c, llama.window(c, default=4096), lambda i: i % 2 == 0)
     return llama.decoder(
         c,
         head,

@@ -6,7 +6,6 @@ from xformer.layers.kv_cache import Window
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import gemma2, llama
-from xformer.pretrained.family import layers
 from xformer.pretrained.rope import rope_by_type
 
 
@@ -25,10 +24,9 @@ def build(c: Config, head: str) -> LanguageModel:
     if bidirectional and causal_window is not None:
         half = (causal_window[0] + 1) // 2
         local = half, half
-    n_layers = layers(c)
     each = c.integer("sliding_window_pattern", low=1, default=6)
     c.unread("_sliding_window_pattern", each)
-    sizes = llama.windows(c, n_layers, local, tuple((i + 1) % each != 0 for i in range(n_layers)))
+    sizes = llama.windows(c, local, lambda i: (i + 1) % each != 0)
     max_len = c.integer("max_position_embeddings", low=1, default=131072)
     ropes = rope_by_type(
         c,

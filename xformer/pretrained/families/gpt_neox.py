@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
+from xformer.pretrained.family import Family, activation, decoder_head, embedding, layers, rate
 from xformer.pretrained.names import Links, fused, linear, norm, same
 from xformer.pretrained.rope import rope
 
@@ -34,13 +34,7 @@ def build(c: Config, head: str) -> LanguageModel:
         parallel=c.flag("use_parallel_residual", default=True),
         dropout=rate(c, "hidden_dropout", 0.0),
     )
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1, default=50432),
-        width=attn.d_model,
-        d_model=attn.d_model,
-        positions="none",
-        dropout=block.dropout,
-    )
+    embed = embedding(c, attn.d_model, 50432, dropout=block.dropout)
     max_len = c.integer("max_position_embeddings", low=1, default=2048)
     turned = rope(c, width=attn.head_width, max_len=max_len, share=0.25, names=ROTARY)
     top = decoder_head(c, head, tied=c.flag("tie_word_embeddings", default=False))

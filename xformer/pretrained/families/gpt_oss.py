@@ -7,7 +7,6 @@ from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import llama
 from xformer.pretrained.families.mixtral import ALIASES, balancing
-from xformer.pretrained.family import layers
 from xformer.pretrained.names import Link, Links, same
 from xformer.pretrained.rope import rope
 
@@ -45,8 +44,7 @@ def build(c: Config, head: str) -> LanguageModel:
         sinks=True,
         ffn=mixture,
     )
-    n_layers, size = layers(c), llama.window(c, default=128)
-    sizes = llama.windows(c, n_layers, size, tuple(i % 2 == 0 for i in range(n_layers)))
+    sizes = llama.windows(c, llama.window(c, default=128), lambda i: i % 2 == 0)
     max_len = c.integer("max_position_embeddings", low=1, default=131072)
     width = config.attn.head_width
     return llama.decoder(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 from xformer.layers import (
     AttentionConfig,
     BlockConfig,
-    EmbedConfig,
     ExpertsConfig,
     FeedForwardConfig,
     NormConfig,
@@ -17,7 +16,7 @@ from xformer.layers import (
 from xformer.layers.rope_by_layer import Rotary
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
+from xformer.pretrained.family import Family, activation, decoder_head, embedding, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm, same
 from xformer.pretrained.rope import rope
 
@@ -114,14 +113,7 @@ def decoder(
     options: further options of `LanguageModel`
     """
     max_len = c.integer("max_position_embeddings", low=1, default=max_len)
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1),
-        width=blocks[0].d_model,
-        d_model=blocks[0].d_model,
-        positions="none",
-        scale=embed_scale,
-        dropout=embed_dropout,
-    )
+    embed = embedding(c, blocks[0].d_model, scale=embed_scale, dropout=embed_dropout)
     if rotary is None:
         rotary = rope(c, width=blocks[0].attn.head_width, max_len=max_len, theta=theta)
     is_tied = c.flag("tie_word_embeddings", default=tied)
@@ -138,14 +130,19 @@ def window(c: Config, default: int | None = None) -> tuple[int, None] | None:
     return None if size is None else (size - 1, None)
 
 
-def windows(c: Config, n_layers: int, sliding: Any, default: tuple[bool, ...]) -> tuple[Any, ...]:
+def windows(
+    c: Config, sliding: Any, default: Callable[[int], bool], n_layers: int | None = None
+) -> tuple[Any, ...]:
     """Return the window of each layer: `sliding` or None.
 
-    default: whether each layer has a window, if the key `layer_types` is missing
+    default: whether layer i has a window, if the key `layer_types` is missing
+    n_layers: None: the value of `num_hidden_layers`
     """
+    n_layers = layers(c) if n_layers is None else n_layers
     choices = (FULL, SLIDING)
     kinds = c.texts("layer_types", choices=choices, length=n_layers, default=None)
-    slides = default if kinds is None else tuple(kind == SLIDING for kind in kinds)
+    usual = map(default, range(n_layers))
+    slides = tuple(usual if kinds is None else (kind == SLIDING for kind in kinds))
     if any(slides) and sliding is None:
         raise c.refused("layer_types", "full_attention where there is no sliding window")
     return tuple(sliding if is_sliding else None for is_sliding in slides)

@@ -14,7 +14,6 @@ import numpy as np
 from xformer.layers import (
     AttentionConfig,
     BlockConfig,
-    EmbedConfig,
     FeedForwardConfig,
     NormConfig,
     RopeConfig,
@@ -23,7 +22,7 @@ from xformer.layers import (
 from xformer.models import LanguageModel, LMHead
 from xformer.pretrained import llama2c
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import MAX_LAYERS, Family, layers
+from xformer.pretrained.family import MAX_LAYERS, Family, embedding, layers
 from xformer.pretrained.files import Tensors
 from xformer.pretrained.names import Link, Links, same
 from xformer.pretrained.reading import PretrainedError
@@ -51,13 +50,7 @@ def build(c: Config, head: str) -> LanguageModel:
         bias=False,
     )
     ffn = FeedForwardConfig(c.integer("d_ff", low=1), "silu", gated=True, bias=False)
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1),
-        width=attn.d_model,
-        d_model=attn.d_model,
-        max_len=c.integer("max_len", low=1),
-        positions="none",
-    )
+    embed = embedding(c, attn.d_model, max_len=c.integer("max_len", low=1))
     turned = RopeConfig(attn.head_width, interleaved=True)
     head_config = LMHead(tied=c.flag("tied"))
     blocks = (BlockConfig(attn, ffn, NormConfig("rms")),) * layers(c, "n_layers")

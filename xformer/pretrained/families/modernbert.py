@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import Classifier, Head, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import llama
-from xformer.pretrained.family import Family, activation, encoder_heads, layers, rate
+from xformer.pretrained.family import Family, activation, embedding, encoder_heads, layers, rate
 from xformer.pretrained.names import Link, Links, fused, linear, norm, same
 from xformer.pretrained.rope import rope_by_type
 
@@ -33,8 +33,7 @@ def build(c: Config, head: str) -> LanguageModel:
     n_layers = layers(c, default=22)
     half = c.integer("local_attention", low=1, default=128) // 2
     each = c.integer("global_attn_every_n_layers", low=1, default=3)
-    local = tuple(i % each != 0 for i in range(n_layers))
-    sizes = llama.windows(c, n_layers, (half, half), local)
+    sizes = llama.windows(c, (half, half), lambda i: i % each != 0, n_layers)
     first, *others = llama.windowed(config, sizes)
     ropes = rope_by_type(
         c,
@@ -44,14 +43,8 @@ def build(c: Config, head: str) -> LanguageModel:
         names={llama.FULL: "global_rope_theta", llama.SLIDING: "local_rope_theta"},
         scaled=(llama.FULL, llama.SLIDING),
     )
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1, default=50368),
-        width=config.d_model,
-        d_model=config.d_model,
-        positions="none",
-        norm=config.norm,
-        dropout=rate(c, "embedding_dropout", 0.0),
-    )
+    dropout = rate(c, "embedding_dropout", 0.0)
+    embed = embedding(c, config.d_model, 50368, norm=config.norm, dropout=dropout)
     return LanguageModel(
         embed,
         (replace(first, attn_norm=False), *others),

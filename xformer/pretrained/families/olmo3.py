@@ -5,7 +5,6 @@ from __future__ import annotations
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import llama, olmo2
-from xformer.pretrained.family import layers
 from xformer.pretrained.rope import rope_by_type
 
 THETA = 500000.0
@@ -14,9 +13,7 @@ THETA = 500000.0
 def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration. By default each fourth layer attends to all tokens."""
     config = olmo2.block_of(c)
-    n_layers = layers(c)
-    fourth = tuple((i + 1) % 4 != 0 for i in range(n_layers))
-    sizes = llama.windows(c, n_layers, llama.window(c, default=4096), fourth)
+    sizes = llama.windows(c, llama.window(c, default=4096), lambda i: (i + 1) % 4 != 0)
     max_len = c.integer("max_position_embeddings", low=1, default=2048)
     c.only("rope_theta", THETA)  # of windows, releases of transformers read another base as THETA
     ropes = rope_by_type(

@@ -6,7 +6,6 @@ from xformer.layers import BlockConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import llama
-from xformer.pretrained.family import layers
 
 
 def build(c: Config, head: str) -> LanguageModel:
@@ -21,12 +20,11 @@ def sliding(c: Config, config: BlockConfig) -> tuple[BlockConfig, ...]:
 
     If `use_sliding_window` is true, by default layers from `max_window_layers` on have a window.
     """
-    n_layers = layers(c)
     size = llama.window(c, default=4096)
     size = size if c.flag("use_sliding_window", default=False) else None
     first = c.integer("max_window_layers", default=28)
-    slides = tuple(size is not None and i >= first for i in range(n_layers))
-    return llama.windowed(config, llama.windows(c, n_layers, size, slides))
+    sizes = llama.windows(c, size, lambda i: size is not None and i >= first)
+    return llama.windowed(config, sizes)
 
 
 FAMILY = llama.family("Qwen2", build)

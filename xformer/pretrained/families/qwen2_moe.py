@@ -10,7 +10,7 @@ from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import llama
 from xformer.pretrained.families.mixtral import balancing, links_in_memory, mixture_links
-from xformer.pretrained.family import activation, layers
+from xformer.pretrained.family import activation
 from xformer.pretrained.names import Link, Links
 
 PARTS = (("gate_proj", "gate"), ("up_proj", "up"), ("down_proj", "down"))
@@ -66,13 +66,13 @@ def sliding(c: Config, config: BlockConfig) -> tuple[BlockConfig, ...]:
     If `use_sliding_window` is true, by default every second layer below `max_window_layers` has a
     window, from the first.
     """
-    n_layers, size = layers(c), None
+    size = None
     c.ignore("sliding_window")  # transformers writes 0 if no layer has a window
     if c.flag("use_sliding_window", default=False):
         size = llama.window(c, default=4096)
     last = c.integer("max_window_layers", default=28)
-    slides = tuple(size is not None and i % 2 == 0 and i < last for i in range(n_layers))
-    return llama.windowed(config, llama.windows(c, n_layers, size, slides))
+    sizes = llama.windows(c, size, lambda i: size is not None and i % 2 == 0 and i < last)
+    return llama.windowed(config, sizes)
 
 
 def layer_links(theirs: str, ours: str, config: BlockConfig) -> Links:

@@ -21,8 +21,7 @@ def build(c: Config, head: str) -> LanguageModel:
     has_rope = _has_rope(c)
     size = llama.window(c)
     size = size if c.flag("use_sliding_window", default=False) else None
-    slides = tuple(size is not None and not turned for turned in has_rope)
-    sizes = llama.windows(c, len(has_rope), size, slides)
+    sizes = llama.windows(c, size, lambda i: size is not None and not has_rope[i])
     model = llama.decoder(
         c, head, llama.windowed(config, sizes), max_len=32768, theta=2e6, tied=True
     )
