@@ -7,4 +7,4 @@ from xformer.base.lazy import later
 if TYPE_CHECKING:
     from xformer.inspection.trace import trace as trace
 
-later(__name__, "ledger", "measure", "program_ledger", "summary")
+later(__name__, "ledger", "measure", "summary")
