@@ -16,10 +16,10 @@ from block_configs import block_config
 from test_dispatch import python
 
 import xformer
-from xformer import layers, models, ops, pretrained
+from xformer import finetune, generation, layers, models, ops, pretrained, sentences, training
 from xformer.pretrained.family import decoder_head
 
-PACKAGES = (xformer, layers, models, ops)
+PACKAGES = (xformer, layers, models, ops, generation, sentences, training, finetune)
 
 
 def _promised(package: ModuleType) -> dict[str, str]:
@@ -35,7 +35,7 @@ def _promised(package: ModuleType) -> dict[str, str]:
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_names_are_those_that_type_checkers_are_told_of(package: ModuleType) -> None:
     promised = _promised(package)
-    assert sorted(promised) == sorted(set(package.__all__) - {"__version__"})
+    assert sorted(promised) == sorted(package.__all__)
     for name, place in promised.items():
         if place == package.__name__:  # a module of the package
             assert getattr(package, name) is importlib.import_module(f"{place}.{name}")

@@ -30,36 +30,37 @@ def later(package: str, *files: str) -> None:
     nodes = ast.parse(module.__loader__.get_source(package)).body
     (block,) = (node.body for node in nodes if isinstance(node, ast.If))
     imports = [node for node in block if isinstance(node, ast.ImportFrom)]
-    names = {alias.name: str(node.module) for node in imports for alias in node.names}
-    own = {place.rpartition(".")[2] for place in names.values() if place.startswith(f"{package}.")}
-    module.__all__ = sorted(names, key=lambda name: (not name.isupper(), name.islower(), name))
-    module._place_of = dict.fromkeys([*own, *files], package) | names
+    places = {alias.name: str(node.module) for node in imports for alias in node.names}
+    module.__all__ = sorted(places, key=lambda name: (not name.isupper(), name.islower(), name))
+    start = f"{package}."
+    below = [place.removeprefix(start) for place in places.values() if place.startswith(start)]
+    own = {*files, *(path.partition(".")[0] for path in below)} - places.keys()
+    own |= {name for name, place in places.items() if place == package}
+    module._place_of = places | {file: start + file for file in own}
     module.__class__ = _Package
 
 
 class _Package(ModuleType):
-    _place_of: Mapping[str, str] = {}  # name -> the module that has it; the package, of its files
+    _place_of: Mapping[str, str] = {}  # name -> the module that has it, or that it is
 
     def __getattr__(self, name: str) -> Any:
-        place = self._place_of.get(name)
-        if place is None:
+        if name not in self._place_of:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        own = f"{self.__name__}.{name}"
-        if place in (self.__name__, own):
-            value = _in(importlib.import_module(own), name)
-        else:
-            value = getattr(importlib.import_module(place), name)
+        file = importlib.import_module(self._place_of[name])
+        value = _in(file, name) if self._is_file(name) else getattr(file, name)
         vars(self)[name] = value
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Bind a name. For the import of a file, bind what `_in` returns, not the file."""
-        own = f"{self.__name__}.{name}"
-        if isinstance(value, ModuleType) and self._place_of.get(name) in (self.__name__, own):
+        if isinstance(value, ModuleType) and self._is_file(name):
             if vars(self).get(name, value) is not value:
                 return  # the user has bound another object to the name
             value = _in(value, name)
         super().__setattr__(name, value)
+
+    def _is_file(self, name: str) -> bool:
+        return self._place_of.get(name) == f"{self.__name__}.{name}"
 
     def __dir__(self) -> list[str]:
         return list(self.__all__)

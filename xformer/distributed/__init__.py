@@ -27,4 +27,4 @@ if TYPE_CHECKING:
     from xformer.distributed.vocabulary import cross_entropy as cross_entropy
     from xformer.distributed.vocabulary import embedding as embedding
 
-later(__name__, "launcher", "partition")
+later(__name__, "launcher", "partition", "world")
