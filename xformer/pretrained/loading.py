@@ -426,7 +426,7 @@ def _read(
     report = progress or (lambda *_: None)
     report("loading", done, total)
     for link, names in matched:
-        arrays = link.read([tensors.read(name, dtype) for name in names])
+        arrays = link.read([tensors[name].read(dtype) for name in names])
         for name, array in arrays.items():
             leaves[name] = backend.asarray(array, dtype)
             done += width * array.size
@@ -434,5 +434,5 @@ def _read(
         if backend.name not in backends.WITH_NUMPY:  # its arrays may be views
             del arrays
             for name in names:
-                tensors.release(name)
+                tensors[name].release()
     return tree.unflatten(model.init_from(Shapes()), leaves)

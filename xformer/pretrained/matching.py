@@ -116,8 +116,8 @@ def matched_links(
             spelling = spellings[name]
             if spelling is None:
                 missing.append(names.used.get(name, name))  # it was used for the one it repeats
-            elif tensors.shape(spelling) != shape:
-                misshapen.append(f"{spelling} (wanted {shape}, got {tensors.shape(spelling)})")
+            elif (got := tensors[spelling].shape) != shape:
+                misshapen.append(f"{spelling} (wanted {shape}, got {got})")
         matched.append((link, [name for name in spellings.values() if name is not None]))
         if len(missing) > 2 * len(tensors) + 1000:
             break  # for a configuration of millions of experts the message has enough names
@@ -198,4 +198,4 @@ class _Names:
         if of is None:
             return False
         original = of if of in self.tensors else of.removeprefix(prefix)
-        return original in self.tensors and self.tensors.equal(name, original)
+        return original in self.tensors and self.tensors[name].equals(self.tensors[original])
