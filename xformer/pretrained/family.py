@@ -55,6 +55,10 @@ class Family(NamedTuple):
     aliases: dict[str, str] = {}  # noqa: RUF012 - never written to
     free: tuple[str, ...] = ()
 
+    def named(self, head: str) -> str | None:
+        """The first architecture with this head; None if there is none."""
+        return next((name for name, own in self.heads.items() if own == head), None)
+
 
 def encoder_heads(name: str) -> dict[str, str]:
     """The architectures of an encoder's family, whose names begin with `name`, and their heads."""
