@@ -61,7 +61,7 @@ def test_every_key_that_transformers_reads_is_followed_or_refused(kind: str) -> 
         c = Config(json.loads(config(kind).to_json_string(use_diff=False)))
         c.rename(family.aliases)
         c.common(**{key: c.data.get(key) for key in family.free})
-        family.build(c, head, None)
+        family.build(c, head)
         known = c._asked | set(family.aliases) | {*READ} | BOOKKEEPING | OF_IMAGES.get(kind, set())
         unknown = read_by_transformers(kind) - known
         # rope_parameters are told of where a family has a rotary embedding, and read by no other.

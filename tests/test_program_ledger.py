@@ -12,9 +12,8 @@ pytest.importorskip("numba", reason="needs extra numba")
 
 from xformer import GPT, backends, tree
 from xformer.backends.numpy.threads import forget_scratch
-from xformer.inspection.ledger import Same, ledger
+from xformer.inspection.ledger import Same, ledger, program_ledger
 from xformer.inspection.measure import arguments
-from xformer.inspection.program_ledger import program_ledger
 from xformer.training import TrainConfig
 from xformer.training.loop import start, train
 from xformer.training.loss import loss_of

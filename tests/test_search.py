@@ -418,7 +418,7 @@ def test_shards_of_a_model_count(model_folder: Path, notes: Path, tmp_path: Path
     own = tmp_path / "model"
     shutil.copytree(model_folder, own)
     (own / "model.safetensors").rename(own / "part.safetensors")
-    names = open_tensors(model_folder).names()
+    names = list(open_tensors(model_folder))
     (own / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys(names, "part.safetensors")})
     )

@@ -18,7 +18,7 @@ from xformer.initializers import Shapes
 from xformer.inspection.summary import context, ranges, summary
 from xformer.layers import EmbedConfig, ExpertsConfig
 from xformer.models import GPT, LanguageModel
-from xformer.pretrained import files
+from xformer.pretrained import mapped
 
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
 LLAMA3 = {
@@ -269,7 +269,7 @@ def test_a_folder_without_weights_read(
     def read(*args: Any) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr(files.Tensors, "read", read)
+    monkeypatch.setattr(mapped.Tensor, "read", read)
     out = output(capsys, "--model", str(headers(tmp_path, LLAMA3 | SMALL)))
     assert "8 key/value heads" in out and "of BF16" in out
 

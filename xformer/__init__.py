@@ -11,109 +11,46 @@ from typing import TYPE_CHECKING
 from xformer.base.lazy import later
 
 if TYPE_CHECKING:
-    from xformer import (
-        backends,
-        distributed,
-        export,
-        finetune,
-        generation,
-        initializers,
-        layers,
-        models,
-        ops,
-        optim,
-        plots,
-        pretrained,
-        sentences,
-        training,
-    )
-    from xformer.arrays.derivatives import gauss_newton, hvp, jvp
-    from xformer.arrays.rounded import rounded
-    from xformer.base import tree
-    from xformer.compiling import compile
-    from xformer.dispatch import (
-        explain,
-        inference,
-        kernel,
-        kernels,
-        overridable,
-        reference_only,
-        unfused,
-    )
-    from xformer.distributed.world import world
-    from xformer.hooks import edit, per_example_rule, stepped, watch
-    from xformer.hooks.per_example import per_example
-    from xformer.inspection.trace import trace
-    from xformer.models import GPT, Transformer
-    from xformer.ops import RandomKey
-    from xformer.proofs.gradcheck import GradientError, gradcheck
+    from xformer import backends as backends
+    from xformer import distributed as distributed
+    from xformer import export as export
+    from xformer import finetune as finetune
+    from xformer import generation as generation
+    from xformer import initializers as initializers
+    from xformer import layers as layers
+    from xformer import models as models
+    from xformer import ops as ops
+    from xformer import optim as optim
+    from xformer import plots as plots
+    from xformer import pretrained as pretrained
+    from xformer import sentences as sentences
+    from xformer import training as training
+    from xformer.arrays.derivatives import gauss_newton as gauss_newton
+    from xformer.arrays.derivatives import hvp as hvp
+    from xformer.arrays.derivatives import jvp as jvp
+    from xformer.arrays.rounded import rounded as rounded
+    from xformer.base import tree as tree
+    from xformer.compiling import compile as compile
+    from xformer.dispatch import explain as explain
+    from xformer.dispatch import inference as inference
+    from xformer.dispatch import kernel as kernel
+    from xformer.dispatch import kernels as kernels
+    from xformer.dispatch import overridable as overridable
+    from xformer.dispatch import reference_only as reference_only
+    from xformer.dispatch import unfused as unfused
+    from xformer.distributed.world import world as world
+    from xformer.hooks import edit as edit
+    from xformer.hooks import per_example_rule as per_example_rule
+    from xformer.hooks import stepped as stepped
+    from xformer.hooks import watch as watch
+    from xformer.hooks.per_example import per_example as per_example
+    from xformer.inspection.trace import trace as trace
+    from xformer.models import GPT as GPT
+    from xformer.models import Transformer as Transformer
+    from xformer.ops import RandomKey as RandomKey
+    from xformer.proofs.gradcheck import GradientError as GradientError
+    from xformer.proofs.gradcheck import gradcheck as gradcheck
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "GPT",
-    "GradientError",
-    "RandomKey",
-    "Transformer",
-    "__version__",
-    "backends",
-    "compile",
-    "distributed",
-    "edit",
-    "explain",
-    "export",
-    "finetune",
-    "gauss_newton",
-    "generation",
-    "gradcheck",
-    "hvp",
-    "inference",
-    "initializers",
-    "jvp",
-    "kernel",
-    "kernels",
-    "layers",
-    "models",
-    "ops",
-    "optim",
-    "overridable",
-    "per_example",
-    "per_example_rule",
-    "plots",
-    "pretrained",
-    "reference_only",
-    "rounded",
-    "sentences",
-    "stepped",
-    "trace",
-    "training",
-    "tree",
-    "unfused",
-    "watch",
-    "world",
-]
-
-later(
-    __name__,
-    arrays="gauss_newton hvp jvp rounded",
-    base="tree",
-    backends="backends",
-    compiling="compile",
-    dispatch="explain inference kernel kernels overridable reference_only unfused",
-    distributed="distributed world",
-    export="export",
-    finetune="finetune",
-    generation="generation",
-    hooks="edit per_example per_example_rule stepped watch",
-    initializers="initializers",
-    inspection="trace",
-    layers="layers",
-    models="GPT Transformer models",
-    ops="RandomKey ops",
-    optim="optim",
-    plots="plots",
-    pretrained="pretrained",
-    proofs="GradientError gradcheck",
-    sentences="sentences",
-    training="training",
-)
+later(__name__)

@@ -16,19 +16,9 @@ from typing import TYPE_CHECKING
 from xformer.base.lazy import later
 
 if TYPE_CHECKING:
-    from xformer.arrays.derivatives import gauss_newton, hvp, jvp
-    from xformer.arrays.rounded import rounded
+    from xformer.arrays.derivatives import gauss_newton as gauss_newton
+    from xformer.arrays.derivatives import hvp as hvp
+    from xformer.arrays.derivatives import jvp as jvp
+    from xformer.arrays.rounded import rounded as rounded
 
-__all__ = ["gauss_newton", "hvp", "jvp", "rounded"]
-
-later(
-    __name__,
-    derivatives="gauss_newton hvp jvp",
-    digits="",
-    dual="",
-    formats="",
-    onnx="",
-    onnx_functions="",
-    rounded="rounded",
-    rounding="",
-)
+later(__name__, "digits", "dual", "formats", "onnx", "onnx_functions", "rounding")

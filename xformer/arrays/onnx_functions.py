@@ -112,11 +112,20 @@ def _unary(name: str, node: str, *, dtype: Any = None) -> Callable[[Array], Arra
     return _folded(function)
 
 
-def _binary(name: str, node: str, *, dtype: Any = None) -> Callable[[Any, Any], Array]:
+def _emitted(node: str, x: Any, y: Any, common: Any, dtype: Any = None) -> Array:
+    """The node of two operands of the dtype `common`. dtype: of the result; None: the same."""
+    x, y = _typed(x, common), _typed(y, common)
+    return _need(x, y).emit(node, [x, y], dtype or common, _broadcast(x.shape, y.shape))
+
+
+def _binary(
+    name: str, node: str, *, of_bools: str = "", dtype: Any = None
+) -> Callable[[Any, Any], Array]:
+    """A function of two operands. of_bools: its node for bools, if that is another one."""
+
     def function(x: Any, y: Any, /) -> Array:
         common = _dtype_of(x, y)
-        x, y = _typed(x, common), _typed(y, common)
-        return _need(x, y).emit(node, [x, y], dtype or common, _broadcast(x.shape, y.shape))
+        return _emitted(of_bools if of_bools and common == bool else node, x, y, common, dtype)
 
     function.__name__ = name
     return _folded(function)
@@ -153,10 +162,7 @@ def cos(x: Array, /) -> Array:
 @_folded
 def divide(x: Any, y: Any, /) -> Array:
     common = _dtype_of(x, y)
-    if not isdtype(common, "real floating"):
-        common = float64
-    x, y = _typed(x, common), _typed(y, common)
-    return _need(x, y).emit("Div", [x, y], common, _broadcast(x.shape, y.shape))
+    return _emitted("Div", x, y, common if isdtype(common, "real floating") else float64)
 
 
 @_folded
@@ -164,8 +170,8 @@ def floor_divide(x: Any, y: Any, /) -> Array:
     common = _dtype_of(x, y)
     if isdtype(common, "real floating"):
         return floor(divide(x, y))
-    x, y = _typed(x, common), _typed(y, common)  # Div rounds integers towards 0
-    return _need(x, y).emit("Div", [x - x % y, y], common, _broadcast(x.shape, y.shape))
+    x, y = _typed(x, common), _typed(y, common)
+    return _emitted("Div", x - x % y, y, common)  # Div rounds integers towards 0
 
 
 @_folded
@@ -173,8 +179,7 @@ def pow(x: Any, y: Any, /) -> Array:
     common = _dtype_of(x, y)
     if isinstance(y, float) and not isdtype(common, "real floating"):
         common = float64
-    x, y = _typed(x, common), _typed(y, common)
-    return _need(x, y).emit("Pow", [x, y], common, _broadcast(x.shape, y.shape))
+    return _emitted("Pow", x, y, common)
 
 
 @_folded
@@ -206,20 +211,9 @@ def isfinite(x: Array, /) -> Array:
     return less(abs(x), inf)
 
 
-def _bits(name: str, of_bools: str, of_integers: str) -> Callable[[Any, Any], Array]:
-    def function(x: Any, y: Any, /) -> Array:
-        common = _dtype_of(x, y)
-        x, y = _typed(x, common), _typed(y, common)
-        node = of_bools if common == bool else of_integers
-        return _need(x, y).emit(node, [x, y], common, _broadcast(x.shape, y.shape))
-
-    function.__name__ = name
-    return _folded(function)
-
-
-bitwise_and = _bits("bitwise_and", "And", "BitwiseAnd")
-bitwise_or = _bits("bitwise_or", "Or", "BitwiseOr")
-bitwise_xor = _bits("bitwise_xor", "Xor", "BitwiseXor")
+bitwise_and = _binary("bitwise_and", "BitwiseAnd", of_bools="And")
+bitwise_or = _binary("bitwise_or", "BitwiseOr", of_bools="Or")
+bitwise_xor = _binary("bitwise_xor", "BitwiseXor", of_bools="Xor")
 
 
 @_folded
@@ -566,33 +560,21 @@ def _to_add(x: Array, dtype: Any) -> Array:
     return astype(x, dtype)
 
 
-@_folded
-def mean(x: Array, /, *, axis: Axis = None, keepdims: Any = False) -> Array:
-    return _reduced("ReduceMean", x, axis, keepdims)
+def _reduction(name: str, node: str, *, of_truths: Any = False) -> Callable[..., Array]:
+    """A reduction by a node. of_truths: of the elements as bools, which ONNX cannot reduce."""
+
+    def function(x: Array, /, *, axis: Axis = None, keepdims: Any = False) -> Array:
+        if not of_truths:
+            return _reduced(node, x, axis, keepdims)
+        return astype(_reduced(node, astype(astype(x, bool), int32), axis, keepdims), bool)
+
+    function.__name__ = name
+    return _folded(function)
 
 
-@_folded
-def max(x: Array, /, *, axis: Axis = None, keepdims: Any = False) -> Array:
-    return _reduced("ReduceMax", x, axis, keepdims)
-
-
-@_folded
-def min(x: Array, /, *, axis: Axis = None, keepdims: Any = False) -> Array:
-    return _reduced("ReduceMin", x, axis, keepdims)
-
-
-@_folded
-def all(x: Array, /, *, axis: Axis = None, keepdims: Any = False) -> Array:
-    return astype(_reduced("ReduceMin", _truths(x), axis, keepdims), bool)
-
-
-@_folded
-def any(x: Array, /, *, axis: Axis = None, keepdims: Any = False) -> Array:
-    return astype(_reduced("ReduceMax", _truths(x), axis, keepdims), bool)
-
-
-def _truths(x: Array) -> Array:
-    return astype(astype(x, bool), int32)
+mean, max = _reduction("mean", "ReduceMean"), _reduction("max", "ReduceMax")
+min, all = _reduction("min", "ReduceMin"), _reduction("all", "ReduceMin", of_truths=True)
+any = _reduction("any", "ReduceMax", of_truths=True)
 
 
 @_folded

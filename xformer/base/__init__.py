@@ -1,7 +1,10 @@
 """What everything needs and no array library: trees, types, printing, files, lazy imports."""
 
+from typing import TYPE_CHECKING
+
 from xformer.base.lazy import later
 
-__all__ = ["tree"]
+if TYPE_CHECKING:
+    from xformer.base import tree as tree
 
-later(__name__, tree="")
+later(__name__)

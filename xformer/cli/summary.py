@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     model, tensors = inspected(Path(args.model))
     stored: dict[str, int] = {}
     for name in tensors:
-        dtype = tensors.dtype(name)
-        nbytes = WIDTHS.get(dtype, 0) * math.prod(tensors.shape(name))
+        dtype = tensors[name].dtype
+        nbytes = WIDTHS.get(dtype, 0) * math.prod(tensors[name].shape)
         stored[dtype] = stored.get(dtype, 0) + nbytes
     result = summary(model, batch=args.batch, length=args.seq_len, dtype=args.dtype)
     if args.json:

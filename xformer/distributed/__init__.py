@@ -5,48 +5,26 @@ from typing import TYPE_CHECKING
 from xformer.base.lazy import later
 
 if TYPE_CHECKING:
-    from xformer.distributed.blocks import ParallelBlock, parallel_block
-    from xformer.distributed.collectives import enter, exchange, gather, join, leave, part, scatter
-    from xformer.distributed.models import tensor_parallel
-    from xformer.distributed.pipeline import Pipeline, pipeline, schedule
-    from xformer.distributed.sharded_sublayer import sharded_sublayer
-    from xformer.distributed.sharding import CUTS, ONE_KEY_HEAD, cut_of, shard, whole
-    from xformer.distributed.vocabulary import cross_entropy, embedding
+    from xformer.distributed.blocks import ParallelBlock as ParallelBlock
+    from xformer.distributed.blocks import parallel_block as parallel_block
+    from xformer.distributed.collectives import enter as enter
+    from xformer.distributed.collectives import exchange as exchange
+    from xformer.distributed.collectives import gather as gather
+    from xformer.distributed.collectives import join as join
+    from xformer.distributed.collectives import leave as leave
+    from xformer.distributed.collectives import part as part
+    from xformer.distributed.collectives import scatter as scatter
+    from xformer.distributed.models import tensor_parallel as tensor_parallel
+    from xformer.distributed.pipeline import Pipeline as Pipeline
+    from xformer.distributed.pipeline import pipeline as pipeline
+    from xformer.distributed.pipeline import schedule as schedule
+    from xformer.distributed.sharded_sublayer import sharded_sublayer as sharded_sublayer
+    from xformer.distributed.sharding import CUTS as CUTS
+    from xformer.distributed.sharding import ONE_KEY_HEAD as ONE_KEY_HEAD
+    from xformer.distributed.sharding import cut_of as cut_of
+    from xformer.distributed.sharding import shard as shard
+    from xformer.distributed.sharding import whole as whole
+    from xformer.distributed.vocabulary import cross_entropy as cross_entropy
+    from xformer.distributed.vocabulary import embedding as embedding
 
-__all__ = [
-    "CUTS",
-    "ONE_KEY_HEAD",
-    "ParallelBlock",
-    "Pipeline",
-    "cross_entropy",
-    "cut_of",
-    "embedding",
-    "enter",
-    "exchange",
-    "gather",
-    "join",
-    "leave",
-    "parallel_block",
-    "part",
-    "pipeline",
-    "scatter",
-    "schedule",
-    "shard",
-    "sharded_sublayer",
-    "tensor_parallel",
-    "whole",
-]
-
-later(
-    __name__,
-    blocks="ParallelBlock parallel_block",
-    collectives="enter exchange gather join leave part scatter",
-    models="tensor_parallel",
-    launcher="",
-    partition="",
-    pipeline="Pipeline pipeline schedule",
-    sharded_sublayer="sharded_sublayer",
-    sharding="CUTS ONE_KEY_HEAD cut_of shard whole",
-    vocabulary="cross_entropy embedding",
-    world="world",
-)
+later(__name__, "launcher", "partition", "world")

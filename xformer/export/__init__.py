@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 from xformer.base.lazy import later
 
 if TYPE_CHECKING:
-    from xformer.arrays.onnx import NotExported
-    from xformer.export.model import onnx
-    from xformer.export.step import onnx_step
+    from xformer.arrays.onnx import NotExported as NotExported
+    from xformer.export.model import onnx as onnx
+    from xformer.export.step import onnx_step as onnx_step
 
-__all__ = ["NotExported", "onnx", "onnx_step"]
-
-later(__name__, model="NotExported onnx", step="onnx_step")
+later(__name__)

@@ -10,36 +10,30 @@ for step in finetune.train(task, params, examples, finetune.TrainConfig(200, 8),
 finetune.save(model, step.params, "tuned", tokenizer=words, base="SmolLM2-135M")
 """
 
-from xformer.finetune import lora, peft
-from xformer.finetune.base import Task
-from xformer.finetune.contrastive import contrastive_loss
-from xformer.finetune.data import Record, read, split
-from xformer.finetune.heads import is_classifier, labels_in, with_classifier
-from xformer.finetune.loop import evaluate, run, train
-from xformer.finetune.measures import measure
-from xformer.finetune.saving import save
-from xformer.finetune.tasks import TASKS, examples, suited, task
-from xformer.training import TrainConfig
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "TASKS",
-    "Record",
-    "Task",
-    "TrainConfig",
-    "contrastive_loss",
-    "evaluate",
-    "examples",
-    "is_classifier",
-    "labels_in",
-    "lora",
-    "measure",
-    "peft",
-    "read",
-    "run",
-    "save",
-    "split",
-    "suited",
-    "task",
-    "train",
-    "with_classifier",
-]
+from xformer.base.lazy import later
+
+if TYPE_CHECKING:
+    from xformer.finetune import lora as lora
+    from xformer.finetune import peft as peft
+    from xformer.finetune.base import Task as Task
+    from xformer.finetune.contrastive import contrastive_loss as contrastive_loss
+    from xformer.finetune.data import Record as Record
+    from xformer.finetune.data import read as read
+    from xformer.finetune.data import split as split
+    from xformer.finetune.heads import is_classifier as is_classifier
+    from xformer.finetune.heads import labels_in as labels_in
+    from xformer.finetune.heads import with_classifier as with_classifier
+    from xformer.finetune.loop import evaluate as evaluate
+    from xformer.finetune.loop import run as run
+    from xformer.finetune.loop import train as train
+    from xformer.finetune.measures import measure as measure
+    from xformer.finetune.saving import save as save
+    from xformer.finetune.tasks import TASKS as TASKS
+    from xformer.finetune.tasks import examples as examples
+    from xformer.finetune.tasks import suited as suited
+    from xformer.finetune.tasks import task as task
+    from xformer.training import TrainConfig as TrainConfig
+
+later(__name__)

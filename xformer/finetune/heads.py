@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from xformer import backends, pretrained
+from xformer import pretrained
 from xformer.base import tree
 from xformer.base.choices import require_one_of
-from xformer.base.namespace import array_namespace
 from xformer.base.tree import value
 from xformer.finetune.data import LABEL, Record
+from xformer.finetune.lora import generator
 from xformer.initializers import normal
 from xformer.models import Classifier, LanguageModel, Pooler, TokenClassifier
 from xformer.pretrained.families import FAMILIES
@@ -91,8 +91,7 @@ def with_classifier(
         config["pad_token_id"] = pad_id
     new: Any = pretrained.model(config)
     table = value(params.embed.table)
-    dtype = "float64" if table.dtype == array_namespace(table).float64 else "float32"
-    rng = backends.backend_of(table).generator(seed, dtype)
+    rng = generator(table, seed)
     leaves = new.head.init(rng, new.d_model, new.embed, draw=partial(normal, std=0.02))
     params = tree.thaw(params)
     if _has_pooler(model, new):

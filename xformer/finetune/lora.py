@@ -69,7 +69,7 @@ def attach(
         if isinstance(node, LoRAParams):
             raise ValueError(f"attach: {name} has an adapter already; merge it first")
         if not rng:
-            rng.append(_generator(value(node.w), seed))
+            rng.append(generator(value(node.w), seed))
         return with_adapter(node, *_drawn(rng[0], value(node.w), rank), scale)
 
     kinds = (LinearParams, LoRAParams)
@@ -135,9 +135,14 @@ def _instead(params: Any, target: str) -> str:
     return f"there are {', '.join('*.' + kind for kind in kinds)}"
 
 
-def _generator(like: Array, seed: int) -> Generator:
-    dtype = "float64" if like.dtype == array_namespace(like).float64 else "float32"
-    return backends.backend_of(like).generator(seed, dtype)
+def generator(like: Array, seed: int) -> Generator:
+    """The generator of random parameters beside `like`."""
+    return backends.backend_of(like).generator(seed, dtype_of(like))
+
+
+def dtype_of(array: Array) -> str:
+    """The dtype of new parameters beside `array`: float32 or float64."""
+    return "float64" if array.dtype == array_namespace(array).float64 else "float32"
 
 
 def _drawn(rng: Generator, w: Array, rank: int) -> tuple[Array, Array]:

@@ -19,10 +19,10 @@ from xformer import backends
 from xformer.base import tree
 from xformer.base.tree import value
 from xformer.base.typing import Array
-from xformer.finetune.lora import adapters, with_adapter
+from xformer.finetune.lora import adapters, dtype_of, with_adapter
 from xformer.finetune.modules import Adapter, joined, maps, modules, split
 from xformer.finetune.peft_config import CONFIG, Scales, written
-from xformer.finetune.peft_whole import dtype_of, like, replaced
+from xformer.finetune.peft_whole import like, replaced
 from xformer.layers import LinearParams, LoRAParams
 from xformer.models import EncoderDecoder, LMHead
 from xformer.pretrained import PretrainedError

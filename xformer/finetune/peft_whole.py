@@ -15,8 +15,8 @@ from array_api_compat import device, to_device
 
 from xformer import backends
 from xformer.base import tree
-from xformer.base.namespace import array_namespace
 from xformer.base.typing import Array
+from xformer.finetune.lora import dtype_of
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.families import FAMILIES
 from xformer.pretrained.loading import host_of, links_of
@@ -100,8 +100,3 @@ def _require_ties(
 def like(host: np.ndarray, array: Array) -> Array:
     """`host` as an array of the library and on the device of `array`."""
     return to_device(backends.backend_of(array).asarray(np.ascontiguousarray(host)), device(array))
-
-
-def dtype_of(array: Array) -> str:
-    """The dtype in which to read tensors for parameters like `array`: float32 or float64."""
-    return "float64" if array.dtype == array_namespace(array).float64 else "float32"

@@ -8,27 +8,24 @@ Decoding is greedy by default; `samplers` has the filters of sampling. `prefill`
 once, for several continuations. `beam_search` and `speculative` are other decoding methods.
 """
 
-from xformer.generation import samplers
-from xformer.generation.beam import Beam, beam_search
-from xformer.generation.generate import generate, sample, stream
-from xformer.generation.prefix import PrefilledPrompt, prefill
-from xformer.generation.speculative import speculative
-from xformer.generation.text import decoded, stream_text, until
-from xformer.generation.vocabulary import Bytes, Characters
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Beam",
-    "Bytes",
-    "Characters",
-    "PrefilledPrompt",
-    "beam_search",
-    "decoded",
-    "generate",
-    "prefill",
-    "sample",
-    "samplers",
-    "speculative",
-    "stream",
-    "stream_text",
-    "until",
-]
+from xformer.base.lazy import later
+
+if TYPE_CHECKING:
+    from xformer.generation import samplers as samplers
+    from xformer.generation.beam import Beam as Beam
+    from xformer.generation.beam import beam_search as beam_search
+    from xformer.generation.generate import generate as generate
+    from xformer.generation.generate import sample as sample
+    from xformer.generation.generate import stream as stream
+    from xformer.generation.prefix import PrefilledPrompt as PrefilledPrompt
+    from xformer.generation.prefix import prefill as prefill
+    from xformer.generation.speculative import speculative as speculative
+    from xformer.generation.text import decoded as decoded
+    from xformer.generation.text import stream_text as stream_text
+    from xformer.generation.text import until as until
+    from xformer.generation.vocabulary import Bytes as Bytes
+    from xformer.generation.vocabulary import Characters as Characters
+
+later(__name__)

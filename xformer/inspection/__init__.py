@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from xformer.base.lazy import later
 
 if TYPE_CHECKING:
-    from xformer.inspection.trace import trace
+    from xformer.inspection.trace import trace as trace
 
-__all__ = ["trace"]
-
-later(__name__, ledger="", measure="", program_ledger="", summary="", trace="trace")
+later(__name__, "ledger", "measure", "summary")

@@ -3,6 +3,8 @@
 memory = ledger(model, batch=8, length=128)
 print(memory.peak, measured_peak(model, batch=8, length=128))
 
+On backend numba a step is a program with one arena: `program_ledger`.
+
 All numbers are bytes of NumPy arrays, without Python and its libraries. Each step donates its
 states to the next step, as the commands do.
 """
@@ -24,21 +26,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import backends, optim
-from xformer.backends.numpy.stand_in import Tally, stand_in
+from xformer.backends.numpy.stand_in import Tally
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
 from xformer.base import tree
 from xformer.base.choices import require_one_of
 from xformer.dispatch.checks import require_sizes
 from xformer.dispatch.shapes import FLOATING
-from xformer.initializers import Shapes
-from xformer.inspection.measure import arguments, saved_by_part, step_loss
+from xformer.inspection.measure import arguments, saved_by_part, step_loss, stood_in
 from xformer.models import EncoderDecoder
 from xformer.ops._loss import one
 from xformer.optim import Optimiser
 from xformer.training.batch import Batch
+from xformer.training.compiled import CompiledSteps
 from xformer.training.config import TrainConfig
 from xformer.training.loop import start, train
 from xformer.training.loss import Loss, loss_of, segment_loss_of
+from xformer.training.state import State
 
 # glibc's malloc keeps some of the freed large arrays, up to a fifth of the total. With this
 # threshold it returns arrays of at least so many bytes to the system at once.
@@ -84,6 +87,21 @@ class Ledger(NamedTuple):
         return max(self.backward, self.update) + self.scratch
 
 
+class ProgramLedger(NamedTuple):
+    """The bytes of a training step that is a program."""
+
+    params: int  # overwritten by each step
+    state: int  # of the optimiser; overwritten by each step
+    arena: int  # gradients, arrays saved for backward, and other temporaries
+    inputs: int  # a batch and its numbers
+    scratch: int  # scratch memory of threads for matmuls
+
+    @property
+    def peak(self) -> int:
+        """The peak of a step; the program itself takes some MB more of Python's memory."""
+        return sum(self)
+
+
 def ledger(
     model: Any,
     *,
@@ -101,11 +119,9 @@ def ledger(
 
     ValueError for sizes below 1, another dtype or optimiser, and a model without a loss.
     """
-    batch, length = sizes_of(model, batch, length, dtype, optimiser)
+    batch, length = _sizes(model, batch, length, dtype, optimiser)
     pair = TrainConfig(steps=1, optimiser=optimiser).chosen_optimiser()
-    tally = Tally()
-    shapes = model.init_from(Shapes())
-    params = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), shapes)
+    params = stood_in(model, dtype, Tally())
     forget_scratch()
     work = [_backward_work(cut, batch, length, dtype) for cut in _one_layer_of_each(model)]
     loss_work, layer_work, early = (max(kind) for kind in zip(*work, strict=True))
@@ -149,7 +165,7 @@ def measured_peak(
     ValueError for sizes below 1, another dtype or optimiser, and a model without a loss.
     RuntimeError if the process fails.
     """
-    batch, length = sizes_of(model, batch, length, dtype, optimiser)
+    batch, length = _sizes(model, batch, length, dtype, optimiser)
     model = replace(model, hf_config=None)
     task = pickle.dumps((model, batch, length, dtype, optimiser))
     command = [sys.executable, "-m", "xformer.inspection.ledger"]
@@ -161,7 +177,45 @@ def measured_peak(
     return peak
 
 
-def sizes_of(model: Any, batch: int, length: int, dtype: str, optimiser: str) -> tuple[int, ...]:
+def program_ledger(
+    model: Any,
+    *,
+    batch: int,
+    length: int,
+    dtype: str = "float32",
+    optimiser: str = "adamw",
+) -> ProgramLedger:
+    """The memory of a step of `training.train` on backend numba, with donated states.
+
+    The step is recorded but not run, for the number of threads of NumPy's BLAS. Parameters and
+    state take no memory.
+
+    batch, length: the number of sequences, and the tokens of each.
+
+    ValueError for sizes below 1, another dtype or optimiser, and a model without a loss. Unusable
+    without numba. TypeError for a step that cannot be recorded.
+    """
+    if (why := backends.unavailable_reason("numba")) is not None:
+        raise backends.Unusable(why)
+    batch, length = _sizes(model, batch, length, dtype, optimiser)
+    config = TrainConfig(steps=1, optimiser=optimiser)
+    pair = config.chosen_optimiser()
+    like = stood_in(model, dtype, Tally())
+    params, state = tree.map(_unmade, (like, pair.init(like)))
+    first = Same(arguments(model, batch, length, dtype)[1]).batch(0)
+    steps = CompiledSteps(loss_of(model), config, backends.get("numpy"), pair, None)
+    program, inputs = steps.recorded(State(params, state, None), [first], 1e-3)
+    sizes = tree.nbytes(params), tree.nbytes(state)
+    input_bytes = sum(x.nbytes for x in inputs) - sum(sizes)
+    return ProgramLedger(*sizes, program.plan.nbytes, input_bytes, program.scratch_nbytes)
+
+
+def _unmade(leaf: Any) -> Any:
+    """Zeros like an array; the system allocates their memory only when they are accessed."""
+    return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _sizes(model: Any, batch: int, length: int, dtype: str, optimiser: str) -> tuple[int, ...]:
     """batch and length as ints. Raises as `ledger` does."""
     sizes = require_sizes("ledger", 1, batch=batch, length=length)
     if dtype not in FLOATING:

@@ -54,9 +54,9 @@ def saved_by_part(model: Any, batch: int, length: int, dtype: str) -> dict[str, 
     names: list[str] = []
 
     def measure(b: int, t: int) -> list[int]:
-        params, _, examples = _stood_in(model, b, t, dtype, Tally())
+        _, examples = arguments(model, b, t, dtype)
         with np.errstate(all="ignore"):
-            _, saved = step_loss(model, params, examples)
+            _, saved = step_loss(model, stood_in(model, dtype, Tally()), examples)
         by_part = _by_part(saved, examples)
         names[:] = by_part
         return list(by_part.values())
@@ -139,7 +139,8 @@ def _polynomial(values: Sequence[int], n: int) -> int:
 def _run(model: Any, batch: int, length: int, dtype: str) -> Measured:
     """The bytes and FLOPs of a forward and a loss on zeros."""
     tally = Tally()
-    params, inputs, examples = _stood_in(model, batch, length, dtype, tally)
+    params = stood_in(model, dtype, tally)
+    inputs, examples = arguments(model, batch, length, dtype)
     with np.errstate(all="ignore"):  # norms divide zeros by eps, which may be 0
         result = model.forward(params, *inputs)
         flops, saved = tally.flops, result[1]
@@ -163,11 +164,9 @@ def step_loss(model: Any, params: Any, examples: Sequence[Any]) -> tuple[Any, An
     return loss, cache
 
 
-def _stood_in(model: Any, batch: int, length: int, dtype: str, tally: Tally) -> tuple[Any, ...]:
-    """Stand-ins for the parameters, and the arguments of `forward` and of `loss`."""
-    shapes = model.init_from(Shapes())
-    params = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), shapes)
-    return params, *arguments(model, batch, length, dtype)
+def stood_in(model: Any, dtype: str, tally: Tally) -> Any:
+    """Stand-ins for the parameters, whose products `tally` counts."""
+    return tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), model.init_from(Shapes()))
 
 
 def arguments(model: Any, batch: int, length: int, dtype: str) -> tuple[Any, Any]:

@@ -5,56 +5,23 @@ from typing import TYPE_CHECKING
 from xformer.base.lazy import later
 
 if TYPE_CHECKING:
-    from xformer.models.discriminator import Discriminator, DiscriminatorParams
-    from xformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderParams
-    from xformer.models.gpt import GPT
-    from xformer.models.heads import (
-        Classifier,
-        ClassifierParams,
-        Head,
-        MaskedLMHead,
-        MaskedLMHeadParams,
-        Pooler,
-        TokenClassifier,
-        TokenClassifierParams,
-    )
-    from xformer.models.language_model import LanguageModel, LanguageModelParams
-    from xformer.models.lm_head import LMHead
-    from xformer.models.segment_memory import SegmentMemory
-    from xformer.models.transformer import Transformer
+    from xformer.models.discriminator import Discriminator as Discriminator
+    from xformer.models.discriminator import DiscriminatorParams as DiscriminatorParams
+    from xformer.models.encoder_decoder import EncoderDecoder as EncoderDecoder
+    from xformer.models.encoder_decoder import EncoderDecoderParams as EncoderDecoderParams
+    from xformer.models.gpt import GPT as GPT
+    from xformer.models.heads import Classifier as Classifier
+    from xformer.models.heads import ClassifierParams as ClassifierParams
+    from xformer.models.heads import Head as Head
+    from xformer.models.heads import MaskedLMHead as MaskedLMHead
+    from xformer.models.heads import MaskedLMHeadParams as MaskedLMHeadParams
+    from xformer.models.heads import Pooler as Pooler
+    from xformer.models.heads import TokenClassifier as TokenClassifier
+    from xformer.models.heads import TokenClassifierParams as TokenClassifierParams
+    from xformer.models.language_model import LanguageModel as LanguageModel
+    from xformer.models.language_model import LanguageModelParams as LanguageModelParams
+    from xformer.models.lm_head import LMHead as LMHead
+    from xformer.models.segment_memory import SegmentMemory as SegmentMemory
+    from xformer.models.transformer import Transformer as Transformer
 
-__all__ = [
-    "GPT",
-    "Classifier",
-    "ClassifierParams",
-    "Discriminator",
-    "DiscriminatorParams",
-    "EncoderDecoder",
-    "EncoderDecoderParams",
-    "Head",
-    "LMHead",
-    "LanguageModel",
-    "LanguageModelParams",
-    "MaskedLMHead",
-    "MaskedLMHeadParams",
-    "Pooler",
-    "SegmentMemory",
-    "TokenClassifier",
-    "TokenClassifierParams",
-    "Transformer",
-]
-
-later(
-    __name__,
-    discriminator="Discriminator DiscriminatorParams",
-    encoder_decoder="EncoderDecoder EncoderDecoderParams",
-    gpt="GPT",
-    heads=(
-        "Classifier ClassifierParams Head MaskedLMHead MaskedLMHeadParams Pooler TokenClassifier "
-        "TokenClassifierParams"
-    ),
-    language_model="LanguageModel LanguageModelParams",
-    lm_head="LMHead",
-    segment_memory="SegmentMemory",
-    transformer="Transformer",
-)
+later(__name__)

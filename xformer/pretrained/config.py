@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from xformer.base.choices import did_you_mean
@@ -56,15 +56,22 @@ class Config:
     """One JSON object of a configuration.
 
     where: the file and the path of the object in it, for messages.
+    tensors: the names of the tensors in a model's files, which for some families alone show which
+        parts a model has; None: unknown.
 
     Each reader takes the name of a key and returns its checked value. It returns `default` if the
-    key is missing, and `null` if its value is null. `null` is the same as `default` unless given;
-    transformers distinguishes the two for some keys. Call `finish` last: it refuses the keys that
-    were not read. All methods raise PretrainedError.
+    key is missing, and `null` if its value is null (`absent` are these two). `null` is the same as
+    `default` unless given; transformers distinguishes the two for some keys. Call `finish` last: it
+    refuses the keys that were not read. All methods raise PretrainedError.
     """
 
-    def __init__(self, data: Mapping[str, Any], where: str = "config.json") -> None:
-        self.where = where
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        where: str = "config.json",
+        tensors: Collection[str] | None = None,
+    ) -> None:
+        self.where, self.tensors = where, tensors
         self.data = data
         self._asked: set[str] = set()
         self._parts: dict[str, Config] = {}
@@ -74,44 +81,23 @@ class Config:
         """Whether the key is present and its value is not null."""
         return self.data.get(name) is not None
 
-    def integer(
-        self,
-        name: str,
-        *,
-        low: int = 0,
-        high: int = MAX,
-        default: Any = REQUIRED,
-        null: Any = REQUIRED,
-    ) -> Any:
+    def integer(self, name: str, *, low: int = 0, high: int = MAX, **absent: Any) -> Any:
         """An int in [low, high]."""
-        return self._read(name, default, null, _integer(low, high))
+        return self._read(name, _integer(low, high), **absent)
 
     def number(
-        self,
-        name: str,
-        *,
-        low: float = -math.inf,
-        high: float = math.inf,
-        default: Any = REQUIRED,
-        null: Any = REQUIRED,
+        self, name: str, *, low: float = -math.inf, high: float = math.inf, **absent: Any
     ) -> Any:
         """A float in [low, high]. An integer in the file is accepted."""
-        return self._read(name, default, null, _number(low, high))
+        return self._read(name, _number(low, high), **absent)
 
     def flag(self, name: str, *, default: Any = REQUIRED, null: Any = False) -> Any:
         """A bool. null is False, because transformers tests it as such, unless default is None."""
-        return self._read(name, default, None if default is None else null, _flag)
+        return self._read(name, _flag, default, None if default is None else null)
 
-    def text(
-        self,
-        name: str,
-        *,
-        choices: Sequence[str] = (),
-        default: Any = REQUIRED,
-        null: Any = REQUIRED,
-    ) -> Any:
+    def text(self, name: str, *, choices: Sequence[str] = (), **absent: Any) -> Any:
         """A string. It must be one of `choices` if there are any."""
-        return self._read(name, default, null, _text(choices))
+        return self._read(name, _text(choices), **absent)
 
     def integers(
         self, name: str, *, low: int = 0, high: int = MAX, length: int | None = None, **absent: Any
@@ -143,7 +129,7 @@ class Config:
     def sub(self, name: str) -> Config | None:
         """The object under a key; None if the key is missing. `finish` also checks the object."""
         if name not in self._parts:
-            data = self._read(name, None, None, _object)
+            data = self._read(name, _object, None)
             if data is None:
                 return None
             self._parts[name] = Config(data, f"{self.where}: {name}")
@@ -199,7 +185,7 @@ class Config:
         The keys of `id2label` must be the numbers from 0 on, because transformers looks up names by
         class.
         """
-        names = self._read("id2label", None, None, _object)
+        names = self._read("id2label", _object, None)
         count = self.integer("num_labels", low=1, high=MAX_ITEMS, default=None)
         if names is None:
             return 2 if count is None else int(count)
@@ -242,7 +228,13 @@ class Config:
     def _unknown(self) -> list[str]:
         return [k for k, v in self.data.items() if k not in self._asked and v is not None]
 
-    def _read(self, name: str, default: Any, null: Any, check: Callable[[Any], Any]) -> Any:
+    def _read(
+        self,
+        name: str,
+        check: Callable[[Any], Any],
+        default: Any = REQUIRED,
+        null: Any = REQUIRED,
+    ) -> Any:
         self._asked.add(name)
         value = self.data.get(name)
         if value is None:
@@ -261,8 +253,7 @@ class Config:
         kind: str,
         check: Callable[[Any], Any],
         length: int | None,
-        default: Any = REQUIRED,
-        null: Any = REQUIRED,
+        **absent: Any,
     ) -> Any:
         def items(value: Any) -> tuple[Any, ...]:
             wanted = f"a list of {f'at most {MAX_ITEMS}' if length is None else length} {kind}"
@@ -272,7 +263,7 @@ class Config:
                 raise ValueError(wanted)
             return tuple(check(item) for item in value)
 
-        return self._read(name, default, null, items)
+        return self._read(name, items, **absent)
 
 
 # Checks of a value: each returns it, or raises ValueError with a description of valid values.

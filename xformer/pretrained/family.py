@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from xformer import models
-from xformer.pretrained.config import Config
+from xformer.layers import EmbedConfig
+from xformer.pretrained.config import REQUIRED, Config
 from xformer.pretrained.names import Link
 
 MAX_LAYERS = 1000
@@ -30,8 +31,7 @@ class Family(NamedTuple):
     """How the folders of a `model_type` are read and written.
 
     heads: architecture -> head: "lm", "masked-lm", "classifier", "hidden", ...
-    build: (configuration, head, names) -> model. head: a value of `heads`, "hidden" if there are
-        none; names: of the file's tensors, None if they are unknown
+    build: (configuration, head) -> model. head: a value of `heads`, "hidden" if there are none
     links: model -> links (`names.Link`), which say which tensor of the file is which leaf of the
         model's parameters
     in_memory: model -> links of the tensors that have other names in memory in transformers 5
@@ -45,7 +45,7 @@ class Family(NamedTuple):
     """
 
     heads: dict[str, str]
-    build: Callable[[Config, str, Collection[str] | None], Any]
+    build: Callable[[Config, str], Any]
     links: Callable[[Any], Iterable[Link]]
     in_memory: Callable[[Any], Iterable[Link]] = lambda model: ()
     prefix: str = ""
@@ -54,6 +54,31 @@ class Family(NamedTuple):
     unused: tuple[str, ...] = ()
     aliases: dict[str, str] = {}  # noqa: RUF012 - never written to
     free: tuple[str, ...] = ()
+
+    def named(self, head: str) -> str | None:
+        """The first architecture with this head; None if there is none."""
+        return next((name for name, own in self.heads.items() if own == head), None)
+
+
+def encoder_heads(name: str) -> dict[str, str]:
+    """The architectures of an encoder's family, whose names begin with `name`, and their heads."""
+    return {
+        f"{name}ForMaskedLM": "masked-lm",
+        f"{name}ForSequenceClassification": "classifier",
+        f"{name}ForTokenClassification": "token_classifier",
+        f"{name}Model": "hidden",
+    }
+
+
+def embedding(c: Config, d_model: int, vocab_size: Any = REQUIRED, **options: Any) -> EmbedConfig:
+    """The embedding of tokens, without positions unless `options` say so.
+
+    vocab_size: the family's default if the key is missing
+    options: further options of `EmbedConfig`
+    """
+    size = c.integer("vocab_size", low=1, default=vocab_size)
+    plain: dict[str, Any] = {"width": d_model, "d_model": d_model, "positions": "none"}
+    return EmbedConfig(vocab_size=size, **plain | options)
 
 
 def activation(c: Config, name: str, default: str) -> str:

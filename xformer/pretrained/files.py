@@ -7,7 +7,7 @@ import os
 import re
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,74 +26,31 @@ MAX_SHARDS = 1000
 SHARD = re.compile(r"\w[\w.-]*\.safetensors")
 
 
-class Tensors:
-    """The tensors of a model by name, the largest first. Only `read` reads their data.
+class Tensors(dict[str, Tensor]):
+    """The tensors of a model by name, the largest first. Only `Tensor.read` reads their data.
 
     In this order, memory never needs the whole model and a copy of its largest tensor together.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         order = sorted(tensors, key=lambda name: (tensors[name].start - tensors[name].end, name))
-        self._tensors = {name: tensors[name] for name in order}
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def names(self) -> list[str]:
-        """All names, in the order of decreasing size."""
-        return list(self._tensors)
+        super().__init__((name, tensors[name]) for name in order)
 
     def without(self, *names: str) -> Tensors:
         """The tensors but those of these names."""
-        return Tensors({name: t for name, t in self._tensors.items() if name not in names})
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        return self._tensors[name].shape
-
-    def dtype(self, name: str) -> str:
-        """The type of a tensor as the file names it: F32, BF16, I64, ..."""
-        return self._tensors[name].dtype
+        return Tensors({name: t for name, t in self.items() if name not in names})
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in the files."""
-        return sum(t.end - t.start for t in self._tensors.values())
-
-    def read(self, name: str, dtype: str = "float32") -> np.ndarray:
-        """A tensor as `dtype`: a read-only view of the file if that is its type, else a copy.
-
-        PretrainedError if it is not a floating-point tensor, or a number is too large for `dtype`.
-        """
-        return self._tensors[name].read(dtype)
+        return sum(t.end - t.start for t in self.values())
 
     def fetch(self, dtype: str) -> None:
-        """Start reading into memory the files whose tensors `read` returns as views only."""
-        tensors = self._tensors.values()
+        """Start reading into memory the files whose tensors `Tensor.read` returns as views only."""
         views = [name for name, numpy_dtype in DTYPES.items() if numpy_dtype.name == dtype]
-        copied = {t.data for t in tensors if t.dtype not in views}
-        for data in {t.data for t in tensors} - copied:
+        copied = {t.data for t in self.values() if t.dtype not in views}
+        for data in {t.data for t in self.values()} - copied:
             fetch(data)
-
-    def equal(self, a: str, b: str) -> bool:
-        """Whether tensors `a` and `b` have the same shape and numbers, in any floating dtypes.
-
-        NaN equals NaN. PretrainedError for a tensor that is not floating-point.
-        """
-        return self._tensors[a].equals(self._tensors[b])
-
-    def release(self, name: str) -> None:
-        """Release the memory pages of a tensor's part of the file, after it was copied.
-
-        Views of the tensor stay valid; they read the file again.
-        """
-        self._tensors[name].release()
 
 
 def open_tensors(folder: str | os.PathLike[str]) -> Tensors:

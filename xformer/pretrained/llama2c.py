@@ -8,6 +8,7 @@ default. RoPE rotates the pairs (2i, 2i + 1).
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xformer.base.files import replacing
+from xformer.pretrained.mapped import Tensor
 from xformer.pretrained.reading import PretrainedError, opened, read_bytes
 
 FLOAT = np.dtype("<f4")
@@ -65,8 +67,8 @@ def shapes(header: Header) -> dict[str, tuple[int, ...]]:
     return by_name if tied else by_name | {"wcls": (v, d)}
 
 
-def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, np.ndarray]]:
-    """The sizes, and the tensors as read-only views of the memory-mapped file.
+def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
+    """The sizes, and the tensors in the memory-mapped file.
 
     FileNotFoundError if there is no file, PretrainedError if it is damaged.
     """
@@ -78,14 +80,13 @@ def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, np.ndarray]]:
         if size != wanted:
             message = f"{path}: {header} makes {wanted} bytes, it has {size}"
             raise PretrainedError(message)
-        data = np.memmap(file, FLOAT, mode="r", offset=HEADER.size)
-    arrays: dict[str, np.ndarray] = {}
-    start = 0
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    tensors, start = dict[str, Tensor](), HEADER.size
     for name, shape in shapes(header).items():
-        end = start + math.prod(shape)
-        arrays[name] = np.asarray(data[start:end]).reshape(shape)
+        end = start + FLOAT.itemsize * math.prod(shape)
+        tensors[name] = Tensor(name, path, data, "F32", shape, start, end)
         start = end
-    return header, arrays
+    return header, tensors
 
 
 def write(path: str | os.PathLike[str], header: Header, arrays: Mapping[str, np.ndarray]) -> None:

@@ -80,11 +80,11 @@ def _described(
 ) -> tuple[Any, list[str]]:
     """(model, keys that transformers does not read) of a configuration."""
     family = _family(config, where)
-    c = Config(config, where)
+    c = Config(config, where, names)
     c.rename(family.aliases)
     c.common(**{key: config.get(key) for key in family.free})
     try:
-        model = family.build(c, head_of(family, config, where), names)
+        model = family.build(c, head_of(family, config, where))
     except (ValueError, TypeError, ArithmeticError) as error:
         if isinstance(error, PretrainedError):
             raise
@@ -129,15 +129,13 @@ def load(
     return model, _read(model, matched, tensors, target, dtype, progress)
 
 
-def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | families.llama2c.Mapped]:
+def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors]:
     """(model, tensors) of a folder, without reading the tensors. Raises as `load` does."""
     model, tensors, _ = _inspected(Path(folder))
     return model, tensors
 
 
-def _inspected(
-    root: Path, *, fetch: str | None = None
-) -> tuple[Any, files.Tensors | families.llama2c.Mapped, list[Any]]:
+def _inspected(root: Path, *, fetch: str | None = None) -> tuple[Any, files.Tensors, list[Any]]:
     """(model, tensors, matched links) of a folder.
 
     fetch: the dtype in which the tensors are read soon; None: they are not read.
@@ -146,8 +144,9 @@ def _inspected(
     if fetch is not None:
         tensors.fetch(fetch)  # while models and a backend are imported
     family = _family(config, where)
-    if config.get("architectures") == [COLBERT]:
-        config, tensors = _without_projection(family, config, tensors)
+    if config.get("architectures") == [COLBERT]:  # its encoder
+        config = {**config, "architectures": [family.named("hidden")]}
+        tensors = tensors.without(PROJECTION)
     if config.get("architectures") or not family.heads:
         try:
             model, unread, matched = _named(family, config, tensors, where, str(root))
@@ -162,14 +161,6 @@ def _inspected(
     if getattr(model, "causal", True) and os.path.lexists(root / files.GENERATION):
         model = replace(model, generation_config=read_json(root / files.GENERATION))
     return model, tensors, matched
-
-
-def _without_projection(
-    family: Family, config: Mapping[str, Any], tensors: Any
-) -> tuple[dict[str, Any], Any]:
-    """The configuration and tensors of the encoder in a checkpoint of ColBERT."""
-    bare = next((name for name, head in family.heads.items() if head == "hidden"), None)
-    return {**config, "architectures": [bare]}, tensors.without(PROJECTION)
 
 
 def _named(
@@ -193,7 +184,7 @@ def _of_files(family: Family, config: dict[str, Any], tensors: Any, where: str) 
     with a head that is not supported is a masked LM if the files have that head, or else the bare
     model.
     """
-    bare = next((name for name, head in family.heads.items() if head == "hidden"), None)
+    bare, encoder = family.named("hidden"), family.named("encoder")
     names = config.get("architectures")
     if bare is None or not isinstance(names, list) or len(names) != 1:
         return config  # `head_of` refuses it
@@ -202,9 +193,9 @@ def _of_files(family: Family, config: dict[str, Any], tensors: Any, where: str) 
     if name not in (*family.heads, *others):
         return config
     if name in others:
-        name = next((n for n, head in family.heads.items() if head == "masked-lm"), bare)
-    if "encoder" in family.heads.values() and not any(n.startswith("decoder.") for n in tensors):
-        name = bare = next(n for n, head in family.heads.items() if head == "encoder")
+        name = family.named("masked-lm") or bare
+    if encoder is not None and not any(n.startswith("decoder.") for n in tensors):
+        name = bare = encoder
     if name != bare:
         wanted = any if name == names[0] else all
         own = _of_head(family, {**config, "architectures": [name]}, frozenset(tensors), where)
@@ -247,9 +238,7 @@ def _of_other_heads(
             continue
         with suppress(PretrainedError):  # a head that the configuration excludes
             other, _ = _described({**config, "architectures": [name]}, frozenset(tensors), where)
-            like = shapes_of(other)
-            links = (link for link in family.links(other) if link.ours[0] in like)
-            names.update(name for link in links for name in link.theirs)
+            names.update(_shapes_in_files(family, other))
     if own not in ("lm", "masked-lm"):
         names.update(n for n in family.tied if family.prefix and not n.startswith(family.prefix))
     return names
@@ -288,24 +277,25 @@ def _with_same_tensors(
     family: Family, model: Any, config: Mapping[str, Any], where: str
 ) -> str | None:
     """The architecture of another head whose tensors have the same names and shapes; or None."""
-
-    def shapes(model: Any) -> dict[str, Any]:
-        like = shapes_of(model)
-        links = (link for link in family.links(model) if link.ours[0] in like)
-        return {name: shape for link in links for name, shape in link.shapes(like).items()}
-
-    own, wanted = head_of(family, config, where), shapes(model)
+    own, wanted = head_of(family, config, where), _shapes_in_files(family, model)
     for name, head in family.heads.items():
         if head in (own, "hidden"):
             continue
         with suppress(PretrainedError):  # a head that the configuration excludes
             other, _ = _described({**config, "architectures": [name]}, None, where)
-            if shapes(other) == wanted:
+            if _shapes_in_files(family, other) == wanted:
                 return name
     return None
 
 
-def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | families.llama2c.Mapped]:
+def _shapes_in_files(family: Family, model: Any) -> dict[str, Any]:
+    """Name -> shape of each tensor in the files of a model."""
+    like = shapes_of(model)
+    links = (link for link in family.links(model) if link.ours[0] in like)
+    return {name: shape for link in links for name, shape in link.shapes(like).items()}
+
+
+def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors]:
     """(path of the configuration, configuration, tensors) of a folder or file."""
     require_model(root)
     if root.is_dir():
@@ -414,7 +404,7 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
 def _read(
     model: Any,
     matched: list[tuple[Link, list[str]]],
-    tensors: files.Tensors | families.llama2c.Mapped,
+    tensors: files.Tensors,
     backend: backends.Backend,
     dtype: str,
     progress: Callable[[str, int, int], Any] | None,
@@ -428,7 +418,7 @@ def _read(
     report = progress or (lambda *_: None)
     report("loading", done, total)
     for link, names in matched:
-        arrays = link.read([tensors.read(name, dtype) for name in names])
+        arrays = link.read([tensors[name].read(dtype) for name in names])
         for name, array in arrays.items():
             leaves[name] = backend.asarray(array, dtype)
             done += width * array.size
@@ -436,5 +426,5 @@ def _read(
         if backend.name not in backends.WITH_NUMPY:  # its arrays may be views
             del arrays
             for name in names:
-                tensors.release(name)
+                tensors[name].release()
     return tree.unflatten(model.init_from(Shapes()), leaves)

@@ -44,7 +44,7 @@ class Tensor(NamedTuple):
     start: int
     end: int
 
-    def read(self, dtype: str) -> np.ndarray:
+    def read(self, dtype: str = "float32") -> np.ndarray:
         """The tensor as `dtype`: a read-only view of the file if that is its type, else a copy.
 
         ValueError unless `dtype` is a floating-point type of NumPy. PretrainedError if the tensor's
@@ -77,7 +77,10 @@ class Tensor(NamedTuple):
         return out
 
     def release(self) -> None:
-        """Release the memory pages of the tensor. Views of it read the file again."""
+        """Release the memory pages of the tensor, after it was copied.
+
+        Views of it stay valid; they read the file again.
+        """
         self._let_go(self.start, self.end)
 
     def _raw(self) -> np.ndarray:

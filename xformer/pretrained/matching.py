@@ -10,7 +10,7 @@ from typing import Any
 from xformer.base import tree
 from xformer.base.choices import did_you_mean
 from xformer.initializers import Shapes
-from xformer.pretrained import families, files
+from xformer.pretrained import files
 from xformer.pretrained.family import Family
 from xformer.pretrained.names import Link
 from xformer.pretrained.reading import PretrainedError, listed
@@ -89,7 +89,7 @@ def links_for(
 def matched_links(
     family: Family,
     model: Any,
-    tensors: files.Tensors | families.llama2c.Mapped,
+    tensors: files.Tensors,
     where: str,
     of_other_heads: Callable[[], Collection[str]] = tuple,
 ) -> list[tuple[Link, list[str]]]:
@@ -116,8 +116,8 @@ def matched_links(
             spelling = spellings[name]
             if spelling is None:
                 missing.append(names.used.get(name, name))  # it was used for the one it repeats
-            elif tensors.shape(spelling) != shape:
-                misshapen.append(f"{spelling} (wanted {shape}, got {tensors.shape(spelling)})")
+            elif (got := tensors[spelling].shape) != shape:
+                misshapen.append(f"{spelling} (wanted {shape}, got {got})")
         matched.append((link, [name for name in spellings.values() if name is not None]))
         if len(missing) > 2 * len(tensors) + 1000:
             break  # for a configuration of millions of experts the message has enough names
@@ -134,9 +134,7 @@ def matched_links(
 class _Names:
     """The names of the tensors in the files, with the spellings of older versions."""
 
-    def __init__(
-        self, family: Family, tensors: files.Tensors | families.llama2c.Mapped, where: str
-    ) -> None:
+    def __init__(self, family: Family, tensors: files.Tensors, where: str) -> None:
         self.family, self.tensors, self.where = family, tensors, where
         self.used: dict[str, str] = {}  # name in the files -> current name
         self.repeated: dict[str, list[str]] = {}
@@ -200,4 +198,4 @@ class _Names:
         if of is None:
             return False
         original = of if of in self.tensors else of.removeprefix(prefix)
-        return original in self.tensors and self.tensors.equal(name, original)
+        return original in self.tensors and self.tensors[name].equals(self.tensors[original])

@@ -177,7 +177,7 @@ def _of_stanford(root: Path, query: bool) -> ColbertSettings:
     tensors = open_tensors(root)
     if PROJECTION not in tensors:
         raise PretrainedError(f"{root}: has no {PROJECTION}")
-    if len(shape := tensors.shape(PROJECTION)) != 2:
+    if len(shape := tensors[PROJECTION].shape) != 2:
         raise PretrainedError(f"{root}: {PROJECTION} must be a matrix, got shape {shape}")
     modules = (Dense(read_linear(root, "linear", (shape[1], shape[0]), False, alone=False)),)
     path = root / METADATA

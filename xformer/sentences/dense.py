@@ -113,12 +113,10 @@ def read_linear(
         raise PretrainedError(f"{where}: not supported: {listed(unknown)}")
     arrays = []
     for key, wanted in shapes.items():
-        if tensors.shape(key) != wanted:
-            raise PretrainedError(
-                f"{where}: {key} must be of shape {wanted}, got {tensors.shape(key)}"
-            )
-        stored = "float64" if tensors.dtype(key) == "F64" else "float32"
-        arrays.append(tensors.read(key, stored))
+        tensor = tensors[key]
+        if tensor.shape != wanted:
+            raise PretrainedError(f"{where}: {key} must be of shape {wanted}, got {tensor.shape}")
+        arrays.append(tensor.read("float64" if tensor.dtype == "F64" else "float32"))
     return LinearParams(np.ascontiguousarray(arrays[0].T), arrays[1] if has_bias else None)
 
 

@@ -33,7 +33,6 @@ TOKENIZER = (
     *("vocab.json", "merges.txt", "vocab.txt"),
 )
 SENTENCE_PIECE = "*.model"
-PIECE = 1 << 20
 
 
 class Stamp(NamedTuple):
@@ -187,11 +186,8 @@ def digests(states: Mapping[str, Stamp]) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stamps(c: Config, name: str) -> dict[str, Stamp]:

@@ -8,7 +8,8 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -176,7 +177,7 @@ def train(
     held_out = list(held_out) if isinstance(held_out, Iterator) else held_out
     if compiled and not donate:
         raise ValueError("train: compiled steps write over their states: they need donate=True")
-    calls = None
+    step: Any = _Steps(loss, source, config, backend, optimiser, donate, reduce, world)
     dtypes = {leaf.dtype for leaf in tree.flatten(tree.trained(state.params)).values()}
     is_default = donate and reduce is None and world.size == 1
     is_default = is_default and all(map(backend.records, dtypes))
@@ -184,6 +185,7 @@ def train(
         why = why_not_compiled(loss, config, backend, world)
         if why is None:
             calls = CompiledSteps(loss, config, backend, optimiser, reduce)
+            step = partial(_compiled, calls, source, config)
         elif compiled:
             warnings.warn(f"train: steps are not compiled: {why}", RuntimeWarning, stacklevel=2)
     begun = time.perf_counter() - state.seconds
@@ -197,11 +199,7 @@ def train(
             backend.deterministic() if deterministic else nullcontext(),
             quiet(),
         ):
-            if calls is None:
-                args = source, config, backend, optimiser, lr, donate, reduce, world
-                state, value, norm = _step(loss, state, *args)
-            else:
-                state, value, norm = _compiled(calls, state, source, config, lr)
+            state, value, norm = step(state, lr)
         validation = None
         if state.step % config.eval_every == 0 or state.step == config.steps:
             with backend.active():
@@ -305,45 +303,102 @@ def is_stale(state: State, config: TrainConfig) -> bool:
     return config.patience is not None and state.stale >= config.patience
 
 
-def _step(
-    loss: Loss,
-    state: State,
-    source: Batches,
-    config: TrainConfig,
-    backend: Backend,
-    optimiser: Optimiser,
-    lr: float,
-    donate: bool,
-    reduce: Reduce | None,
-    world: World,
-) -> tuple[State, float, float]:
-    """The state after a step, its loss and its gradient norm. Diverged if training diverged."""
-    state, value, grads = _gradients(loss, state, source, config, backend, reduce, world)
-    clip = math.inf if config.clip is None else config.clip
-    clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=donate)
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of `train` that are not compiled. The fields are its arguments."""
 
-    def checked() -> tuple[float, float]:
-        loss_number, norm_number = _read(value, norm, backend)
-        with_loss = _with_loss(state, loss_number)
-        require_sound(with_loss, loss_number, norm_number, grads, config, lr)
-        return loss_number, norm_number
+    loss: Loss
+    source: Batches
+    config: TrainConfig
+    backend: Backend
+    optimiser: Optimiser
+    donate: bool
+    reduce: Reduce | None
+    world: World
 
-    # If reading synchronises, all work is started first, and a donated state may be lost.
-    numbers = None if backend.defers else checked()
-    params, options = tree.trained(state.params), {"lr": lr, "donate": donate}
-    trained, optimiser_state = optimiser.step(params, clipped, state.optimiser, **options)
-    average = state.ema
-    if config.ema is not None:
-        average = optim.ema(average, trained, decay=config.ema, donate=donate)
-    loss_number, norm_number = numbers or checked()
-    new = _after(state, loss_number, trained, optimiser_state, average)
-    return new, loss_number, norm_number
+    def __call__(self, state: State, lr: float) -> tuple[State, float, float]:
+        """The state after a step, its loss and its gradient norm. Diverged if training diverged."""
+        state, value, grads = self._gradients(state)
+        clip = math.inf if self.config.clip is None else self.config.clip
+        clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=self.donate)
+
+        def checked() -> tuple[float, float]:
+            loss_number, norm_number = _read(value, norm, self.backend)
+            with_loss = _with_loss(state, loss_number)
+            require_sound(with_loss, loss_number, norm_number, grads, self.config, lr)
+            return loss_number, norm_number
+
+        # If reading synchronises, all work is started first, and a donated state may be lost.
+        numbers = None if self.backend.defers else checked()
+        params, options = tree.trained(state.params), {"lr": lr, "donate": self.donate}
+        trained, optimiser_state = self.optimiser.step(params, clipped, state.optimiser, **options)
+        average = state.ema
+        if self.config.ema is not None:
+            average = optim.ema(average, trained, decay=self.config.ema, donate=self.donate)
+        loss_number, norm_number = numbers or checked()
+        new = _after(state, loss_number, trained, optimiser_state, average)
+        return new, loss_number, norm_number
+
+    def _gradients(self, state: State) -> tuple[State, Array, Any]:
+        """The state after the batches of a step, their loss and its gradients.
+
+        If gradients overflow, the next batches are used with a lower loss scale.
+        """
+        weights = self.backend.cast_params(state.params, self.config.precision)
+        while True:
+            state, value, grads = self._accumulated(state, weights)
+            # Before the test of finite gradients, so that all processes agree.
+            if self.reduce is not None:
+                grads = optim.reduced(grads, self.reduce)
+            if state.loss_scale is None:
+                return state, value, grads
+            grads, finite = state.loss_scale.unscale(grads, tree.trained(state.params))
+            # No scale makes this loss finite. With reduce, a process must not stop alone.
+            if not finite and self.reduce is None and not is_finite(value):
+                return state, value, grads
+            try:
+                state = state._replace(loss_scale=state.loss_scale.update(finite))
+            except FloatingPointError as error:
+                raise Diverged(f"step {state.step + 1}: {error}") from error
+            if finite:
+                return state, value, grads
+
+    def _accumulated(self, state: State, weights: Any) -> tuple[State, Array, Any]:
+        """The state after the next batches, their loss, and its gradients times the loss scale.
+
+        Loss and gradients are those of the batches of all processes.
+        """
+        loss, config, world = self.loss, self.config, self.world
+        n = config.accumulate // world.size
+        numbers = range(state.batches, state.batches + config.accumulate)
+        numbers = numbers[world.rank * n : (world.rank + 1) * n]  # of this process
+        batches = _batches(self.source, numbers)
+        counts = (sum(b.n_targets for b in batches), sum(b.n_tokens for b in batches))
+        n_targets, n_tokens = world.sums(*counts)
+        scale, memory = state.loss_scale, state.memory
+
+        def one(params: Any, i: int) -> tuple[Array, Any]:
+            nonlocal memory
+            # The dropout mask depends on the number of the batch in the run, not on the step.
+            key = ops.RandomKey(config.seed, step=numbers[i] + 1)
+            if isinstance(loss, SegmentLoss):
+                value, cache, memory = loss.after(memory, params, batches[i], self.backend, key)
+            else:
+                value, cache = loss(params, batches[i], self.backend, key)
+            return value, cache if scale is None else Scaled(cache, scale.scale)
+
+        value, grads = weighted(one, weights, shares(batches, n_targets))
+        if world.size > 1:
+            value, grads = optim.reduced((value, grads), world.all_reduce)
+        after = state.batches + config.accumulate
+        state = state._replace(batches=after, tokens=state.tokens + n_tokens, memory=memory)
+        return state, value, grads
 
 
 def _compiled(
-    calls: CompiledSteps, state: State, source: Batches, config: TrainConfig, lr: float
+    calls: CompiledSteps, source: Batches, config: TrainConfig, state: State, lr: float
 ) -> tuple[State, float, float]:
-    """`_step` by a compiled call."""
+    """A step of `_Steps` by a compiled call."""
     numbers = range(state.batches, state.batches + config.accumulate)
     batches = _batches(source, numbers)
     new, (loss, norm), grads = calls(state, batches, lr)
@@ -362,77 +417,6 @@ def _after(state: State, loss: float, trained: Any, optimiser: Any, average: Any
     params = tree.join(state.params, trained)
     state = _with_loss(state, loss)._replace(params=params, optimiser=optimiser, ema=average)
     return state._replace(step=state.step + 1)
-
-
-def _gradients(
-    loss: Loss,
-    state: State,
-    source: Batches,
-    config: TrainConfig,
-    backend: Backend,
-    reduce: Reduce | None,
-    world: World,
-) -> tuple[State, Array, Any]:
-    """The state after the batches of a step, their loss and its gradients.
-
-    If gradients overflow, the next batches are used with a lower loss scale.
-    """
-    weights = backend.cast_params(state.params, config.precision)
-    while True:
-        state, value, grads = _accumulated(loss, state, weights, source, config, backend, world)
-        if reduce is not None:  # before the test of finite gradients, so that all processes agree
-            grads = optim.reduced(grads, reduce)
-        if state.loss_scale is None:
-            return state, value, grads
-        grads, finite = state.loss_scale.unscale(grads, tree.trained(state.params))
-        # No scale makes this loss finite. With reduce, a process must not stop alone.
-        if not finite and reduce is None and not is_finite(value):
-            return state, value, grads
-        try:
-            state = state._replace(loss_scale=state.loss_scale.update(finite))
-        except FloatingPointError as error:
-            raise Diverged(f"step {state.step + 1}: {error}") from error
-        if finite:
-            return state, value, grads
-
-
-def _accumulated(
-    loss: Loss,
-    state: State,
-    weights: Any,
-    source: Batches,
-    config: TrainConfig,
-    backend: Backend,
-    world: World,
-) -> tuple[State, Array, Any]:
-    """The state after the next batches, their loss, and its gradients times the loss scale.
-
-    Loss and gradients are those of the batches of all processes.
-    """
-    n = config.accumulate // world.size
-    numbers = range(state.batches, state.batches + config.accumulate)
-    numbers = numbers[world.rank * n : (world.rank + 1) * n]  # of this process
-    batches = _batches(source, numbers)
-    counts = (sum(batch.n_targets for batch in batches), sum(batch.n_tokens for batch in batches))
-    n_targets, n_tokens = world.sums(*counts)
-    scale, memory = state.loss_scale, state.memory
-
-    def one(params: Any, i: int) -> tuple[Array, Any]:
-        nonlocal memory
-        # The dropout mask depends on the number of the batch in the run, not on the step.
-        key = ops.RandomKey(config.seed, step=numbers[i] + 1)
-        if isinstance(loss, SegmentLoss):
-            value, cache, memory = loss.after(memory, params, batches[i], backend, key)
-        else:
-            value, cache = loss(params, batches[i], backend, key)
-        return value, cache if scale is None else Scaled(cache, scale.scale)
-
-    value, grads = weighted(one, weights, shares(batches, n_targets))
-    if world.size > 1:
-        value, grads = optim.reduced((value, grads), world.all_reduce)
-    after = state.batches + config.accumulate
-    state = state._replace(batches=after, tokens=state.tokens + n_tokens, memory=memory)
-    return state, value, grads
 
 
 def _read(loss: Array, norm: Array, backend: Backend) -> tuple[float, float]:

@@ -24,7 +24,6 @@ from xformer.training.vocabulary import TOKENIZER, Vocabulary, load_vocabulary
 FORMAT = "xformer-corpus-1"
 PARTS = ("train", "validation")
 MAX_TOKENS = 1 << 50
-STEP = 1 << 24  # bytes read at a time for a digest
 
 
 def open_corpus(folder: str | os.PathLike[str], *, verify: bool = False) -> Corpus:
@@ -52,11 +51,8 @@ def open_corpus(folder: str | os.PathLike[str], *, verify: bool = False) -> Corp
 
 def digest(path: Path) -> str:
     """The SHA-256 of a file."""
-    sha256 = hashlib.sha256()
     with path.open("rb") as file:
-        while data := file.read(STEP):
-            sha256.update(data)
-    return sha256.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def vocabulary_in(folder: Path) -> Path:

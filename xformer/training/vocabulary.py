@@ -12,6 +12,7 @@ import numpy as np
 
 from xformer.base.choices import did_you_mean
 from xformer.dispatch.checks import whole
+from xformer.generation.text import Codec
 from xformer.generation.vocabulary import FORMAT, VOCABULARY, Bytes, Characters
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, read_json
@@ -24,32 +25,19 @@ TOKENIZER = "tokenizer.json"
 LIMIT = 16 << 20  # most bytes of a vocabulary.json
 
 
-class Vocabulary(Protocol):
+class Vocabulary(Codec, Protocol):
     """A mapping between text and token ids: `Bytes`, `Characters` or `Subwords`.
 
-    It is also a codec of `generation`. Two vocabularies are equal if they give the same ids.
+    It is a codec of `generation`, whose `encode` adds neither bos_id nor eos_id; a corpus has
+    eos_id after each document. Two vocabularies are equal if they give the same ids.
     """
 
     @property
     def size(self) -> int:
         """The size of the vocabulary: ids are below it."""
 
-    @property
-    def bos_id(self) -> int | None:
-        """The id of the token that begins a text; None if there is none."""
-
-    @property
-    def eos_id(self) -> int | None:
-        """The id of the token that ends a text; a corpus has it after each document."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text or of a part of it, without bos_id and eos_id."""
-
     def array(self, text: str) -> np.ndarray:
         """The ids of `encode` as an integer array (N,)."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`."""
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the vocabulary into a folder, for `load_vocabulary`."""

@@ -8,45 +8,21 @@ from typing import Any
 
 from xformer.pretrained.family import Family
 
-_ATTRIBUTES = {
-    "albert": "albert.FAMILY",
-    "bert": "bert.FAMILY",
-    "camembert": "camembert.FAMILY",
-    "cohere": "cohere.FAMILY",
-    "cohere2": "cohere2.FAMILY",
-    "deepseek_v2": "deepseek_v2.FAMILY",
-    "deepseek_v3": "deepseek_v3.FAMILY",
-    "distilbert": "distilbert.FAMILY",
-    "electra": "electra.FAMILY",
-    "gemma2": "gemma2.FAMILY",
+# The families whose files have their names, each with one `FAMILY`.
+_FILES = (
+    *("albert", "bert", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "distilbert", "electra"),
+    *("gemma2", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral"),
+    *("modernbert", "mpnet", "nomic_bert", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_moe", "roberta", "smollm3", "starcoder2", "t5"),
+)
+_ATTRIBUTES = {name: f"{name}.FAMILY" for name in _FILES} | {
+    "camembert": "roberta.CAMEMBERT",
     "gemma3_text": "gemma3.FAMILY",
-    "gpt2": "gpt2.FAMILY",
-    "gpt_neox": "gpt_neox.FAMILY",
-    "gpt_oss": "gpt_oss.FAMILY",
-    "granite": "granite.FAMILY",
-    "llama": "llama.FAMILY",
     "llama2.c": "llama2c.FAMILY",
-    "mistral": "mistral.FAMILY",
-    "mixtral": "mixtral.FAMILY",
-    "modernbert": "modernbert.FAMILY",
-    "mpnet": "mpnet.FAMILY",
     "nn.Transformer": "torch_nn.TRANSFORMER",
     "nn.TransformerEncoder": "torch_nn.ENCODER",
-    "nomic_bert": "nomic_bert.FAMILY",
-    "olmo2": "olmo2.FAMILY",
-    "olmo3": "olmo3.FAMILY",
-    "olmoe": "olmoe.FAMILY",
-    "phi3": "phi3.FAMILY",
-    "qwen2": "qwen2.FAMILY",
-    "qwen2_moe": "qwen2_moe.FAMILY",
-    "qwen3": "qwen3.FAMILY",
     "qwen3_5_text": "qwen3_5.FAMILY",
-    "qwen3_moe": "qwen3_moe.FAMILY",
-    "roberta": "roberta.FAMILY",
-    "smollm3": "smollm3.FAMILY",
-    "starcoder2": "starcoder2.FAMILY",
-    "t5": "t5.FAMILY",
-    "xlm-roberta": "xlm_roberta.FAMILY",
+    "xlm-roberta": "roberta.XLM_ROBERTA",
 }
 
 

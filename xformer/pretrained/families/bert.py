@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
-from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler, TokenClassifier
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import Family, activation, layers, rate
+from xformer.pretrained.family import Family, activation, embedding, encoder_heads, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration.
 
     head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head
-    names: of the file's tensors; None: unknown. A "hidden" model has a pooler if a name contains
-        "pooler.", and if names is None.
     """
     # Keys of Google's Chinese and multilingual models; nothing reads them.
     unread = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head")
@@ -25,14 +22,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     c.unread("pooler_type", "first_token_transform")
     c.unread("directionality", "bidi")
     config = block(c)
-    top: Any = pooler(names)
-    if head == "masked-lm":
-        top = MaskedLMHead(config.ffn.activation, config.norm.eps)
-    elif head == "classifier":
-        top = Classifier(c.labels(), dropout=classifier_dropout(c, config))
-    elif head == "token_classifier":
-        top = TokenClassifier(c.labels(), dropout=classifier_dropout(c, config))
-    return encoder(c, config, top)
+    return encoder(c, config, head_of(c, head, config, bare=pooler(c)))
 
 
 def block(
@@ -82,9 +72,7 @@ def encoder(
     c.ignore("tie_word_embeddings", "classifier_dropout", "classifier_dropout_prob")
     c.ignore("is_causal")  # only decoders use it
     options: dict[str, Any] = {
-        "vocab_size": c.integer("vocab_size", low=1, default=vocab_size),
         "width": config.d_model if width is None else width,
-        "d_model": config.d_model,
         "max_len": c.integer("max_position_embeddings", low=1, default=512),
         "positions": "learned",
         "norm": config.norm,
@@ -92,35 +80,77 @@ def encoder(
     }
     if "n_types" not in embed:
         options["n_types"] = c.integer("type_vocab_size", default=2)
-    table = EmbedConfig(**options | embed)
+    table = embedding(c, config.d_model, vocab_size, **options | embed)
     return LanguageModel(table, (config,) * layers(c, default=12), causal=False, head=head)
 
 
-def pooler(names: Collection[str] | None) -> Pooler | None:
+def pooler(c: Config) -> Pooler | None:
     """Return the pooler of a model without a head; None if its file has none."""
-    has_pooler = names is None or any("pooler." in name for name in names)
+    has_pooler = c.tensors is None or any("pooler." in name for name in c.tensors)
     return Pooler() if has_pooler else None
 
 
-def classifier_dropout(c: Config, config: BlockConfig) -> float:
-    """Return the classifier's dropout rate; by default it is the rate of the hidden states."""
-    return rate(c, "classifier_dropout", config.dropout)
+def head_of(
+    c: Config,
+    head: str,
+    config: BlockConfig,
+    *,
+    act: str | None = None,
+    key: str = "classifier_dropout",
+    default: float | None = None,
+    dense: str | None = None,
+    bare: Pooler | None = None,
+) -> Any:
+    """Return the head of an encoder.
+
+    act: the activation of the head of a masked LM; None: that of the blocks
+    key, default: of the dropout rate of classifiers; None: by default the rate of hidden states
+    dense: the activation of the classifier's own dense layer, which has this dropout too; None: the
+        classifier has the layer of a pooler
+    bare: the head of a model without one
+    """
+    if head == "masked-lm":
+        return MaskedLMHead(act or config.ffn.activation, config.norm.eps)
+    if head not in ("classifier", "token_classifier"):
+        return bare
+    dropout = rate(c, key, config.dropout if default is None else default)
+    if head == "token_classifier":
+        return TokenClassifier(c.labels(), dropout=dropout)
+    own: dict[str, Any] = {} if dense is None else {"dense": dense, "dense_dropout": dropout}
+    return Classifier(c.labels(), dropout=dropout, **own)
 
 
 def links(model: LanguageModel) -> Links:
     """Yield which tensor of a file is which leaf of the parameters (`names.Link`)."""
     yield from encoder_links(model, "bert")
+    transform, dense = "cls.predictions.transform", "bert.pooler.dense"
+    masked = f"{transform}.dense", f"{transform}.LayerNorm", "cls.predictions.bias"
+    yield from head_links(model, masked, (dense, "classifier"), dense)
+
+
+def head_links(
+    model: LanguageModel,
+    masked: tuple[str, str, str],
+    classifier: tuple[str, str],
+    pooler: str = "",
+) -> Links:
+    """Yield the links of a head.
+
+    masked: the dense layer, the norm and the bias of a masked LM
+    classifier: the dense layer and the output of a classifier
+    pooler: the dense layer of a pooler; empty: no model of the family has one
+    """
     if isinstance(model.head, MaskedLMHead):
-        yield from linear("cls.predictions.transform.dense", "head.dense")
-        yield from norm("cls.predictions.transform.LayerNorm", "head.norm")
-        yield from same("cls.predictions.bias", "head.b")
+        yield from linear(masked[0], "head.dense")
+        yield from norm(masked[1], "head.norm")
+        yield from same(masked[2], "head.b")
     elif isinstance(model.head, Classifier):
-        yield from linear("bert.pooler.dense", "head.dense")
-        yield from linear("classifier", "head.out")
+        yield from linear(classifier[0], "head.dense")
+        yield from linear(classifier[1], "head.out")
     elif isinstance(model.head, TokenClassifier):
         yield from linear("classifier", "head.out")
-    else:
-        yield from linear("bert.pooler.dense", "head")
+    elif pooler:
+        yield from linear(pooler, "head")
 
 
 def encoder_links(model: LanguageModel, name: str) -> Links:
@@ -128,14 +158,8 @@ def encoder_links(model: LanguageModel, name: str) -> Links:
     yield from embed_links(f"{name}.embeddings")
     for i in range(len(model.blocks)):
         theirs, ours = f"{name}.encoder.layer.{i}", f"stack.blocks.{i}"
-        yield from attention(
-            f"{theirs}.attention",
-            f"{ours}.attn",
-            "self.query",
-            "self.key",
-            "self.value",
-            "output.dense",
-        )
+        names = "self.query", "self.key", "self.value", "output.dense"
+        yield from attention(f"{theirs}.attention", f"{ours}.attn", *names)
         yield from norm(f"{theirs}.attention.output.LayerNorm", f"{ours}.attn_norm")
         yield from linear(f"{theirs}.intermediate.dense", f"{ours}.ffn.up")
         yield from linear(f"{theirs}.output.dense", f"{ours}.ffn.down")
@@ -151,12 +175,7 @@ def embed_links(theirs: str) -> Links:
 
 
 FAMILY = Family(
-    heads={
-        "BertForMaskedLM": "masked-lm",
-        "BertForSequenceClassification": "classifier",
-        "BertForTokenClassification": "token_classifier",
-        "BertModel": "hidden",
-    },
+    heads=encoder_heads("Bert"),
     build=build,
     links=links,
     prefix="bert.",

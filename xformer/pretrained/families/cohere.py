@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from xformer.layers import BlockConfig, NormConfig, RopeConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import attend, decoder, family, gated
+from xformer.pretrained.families import llama
 from xformer.pretrained.family import layers
 from xformer.pretrained.rope import rope
 
@@ -17,7 +16,7 @@ MAX_LEN = 8192
 HEADS = ("ForCausalLM", "Model")
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     c.only("use_qk_norm", False)
     c.unread("pretraining_tp", 1)
@@ -29,8 +28,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 def side_by_side(c: Config) -> BlockConfig:
     """Return a block with LayerNorm without a bias: x + attn(norm(x)) + ffn(norm(x))."""
     return BlockConfig(
-        attend(c, bias=c.flag("attention_bias", default=False)),
-        gated(c),
+        llama.attend(c, bias=c.flag("attention_bias", default=False)),
+        llama.gated(c),
         NormConfig(eps=c.number("layer_norm_eps", low=0, default=1e-5), bias=False),
         parallel=True,
         shared_norm=True,
@@ -47,7 +46,9 @@ def interleaved(c: Config, config: BlockConfig, theta: float) -> RopeConfig:
 def tied(c: Config, head: str, blocks: tuple[BlockConfig, ...], *, rotary: Any) -> LanguageModel:
     """Return a decoder whose logits are scaled. By default its head is tied."""
     scale = c.number("logit_scale", default=0.0625)
-    return decoder(c, head, blocks, max_len=MAX_LEN, tied=True, logit_scale=scale, rotary=rotary)
+    return llama.decoder(
+        c, head, blocks, max_len=MAX_LEN, tied=True, logit_scale=scale, rotary=rotary
+    )
 
 
-FAMILY = family("Cohere", build, heads=HEADS)
+FAMILY = llama.family("Cohere", build, heads=HEADS)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
+from xformer.pretrained.families import llama
 from xformer.pretrained.families.cohere import HEADS, interleaved, side_by_side, tied
-from xformer.pretrained.families.llama import family, window, windowed, windows
-from xformer.pretrained.family import layers
 
 UNREAD = {  # keys of Command R7B, which describe the family
     "layer_switch": 4,
@@ -20,20 +17,19 @@ UNREAD = {  # keys of Command R7B, which describe the family
 }
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration.
 
     By default each fourth layer attends to all tokens, without RoPE. The others have a window.
     """
     for name, value in UNREAD.items():
         c.unread(name, value)
-    config, n_layers = side_by_side(c), layers(c)
+    config = side_by_side(c)
     each = c.integer("sliding_window_pattern", low=1, default=4)
-    slides = tuple((i + 1) % each != 0 for i in range(n_layers))
-    sizes = windows(c, n_layers, window(c, default=4096), slides)
+    sizes = llama.windows(c, llama.window(c, default=4096), lambda i: (i + 1) % each != 0)
     turned = interleaved(c, config, 10000.0)
     rotary = tuple(None if size is None else turned for size in sizes)
-    return tied(c, head, windowed(config, sizes), rotary=rotary)
+    return tied(c, head, llama.windowed(config, sizes), rotary=rotary)
 
 
-FAMILY = family("Cohere2", build, heads=HEADS)
+FAMILY = llama.family("Cohere2", build, heads=HEADS)

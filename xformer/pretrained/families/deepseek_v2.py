@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from xformer.layers import (
-    BlockConfig,
-    ExpertsConfig,
-    LatentAttentionConfig,
-    NormConfig,
-    RopeConfig,
-)
+from xformer.layers import BlockConfig, ExpertsConfig, LatentAttentionConfig, NormConfig, RopeConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import (
-    decoder,
-    family,
-    feed_forward_links,
-    gated,
-    top_links,
-)
+from xformer.pretrained.families import llama
 from xformer.pretrained.families.mixtral import links_in_memory, mixture_links
 from xformer.pretrained.families.qwen2_moe import PARTS
 from xformer.pretrained.family import activation, layers, rate
@@ -32,7 +19,7 @@ from xformer.pretrained.rope import rope
 THETA = 10000.0
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     c.only("norm_topk_prob", False)  # transformers has it, and does not normalise
     c.only("mlp_bias", False)
@@ -107,9 +94,9 @@ def model(
     attn = attention(c, rotary)
     n_dense = c.integer("first_k_dense_replace", default=n_dense)
     eps = NormConfig("rms", c.number("rms_norm_eps", low=0, default=1e-6))
-    dense, sparse = (BlockConfig(attn, ffn, eps) for ffn in (gated(c), config))
+    dense, sparse = (BlockConfig(attn, ffn, eps) for ffn in (llama.gated(c), config))
     blocks = tuple(dense if i < n_dense else sparse for i in range(layers(c)))
-    return decoder(c, head, blocks, max_len=max_len, rotary=rotary)
+    return llama.decoder(c, head, blocks, max_len=max_len, rotary=rotary)
 
 
 def attention(c: Config, rotary: RopeConfig) -> LatentAttentionConfig:
@@ -133,20 +120,16 @@ def attention(c: Config, rotary: RopeConfig) -> LatentAttentionConfig:
     return replace(config, scale=config.head_width**-0.5 * growth**2)
 
 
-def links(model: LanguageModel) -> Links:
-    """Yield which tensor of a file is which leaf of the parameters (`names.Link`)."""
-    yield from same("model.embed_tokens.weight", "embed.table")
-    for i, config in enumerate(model.blocks):
-        theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"
-        yield from norm(f"{theirs}.input_layernorm", f"{ours}.attn_norm")
-        yield from attention_links(f"{theirs}.self_attn", f"{ours}.attn")
-        yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
-        mlp, ffn = f"{theirs}.mlp", f"{ours}.ffn"
-        yield from feed_forward_links(mlp, ffn)
-        yield from mixture_links(mlp, ffn, config, PARTS)
-        yield from same(f"{mlp}.gate.e_score_correction_bias", f"{ffn}.correction")
-        yield from feed_forward_links(f"{mlp}.shared_experts", f"{ffn}.shared")
-    yield from top_links()
+def layer_links(theirs: str, ours: str, config: BlockConfig) -> Links:
+    """Yield which tensor of a layer is which leaf of its block (`names.Link`)."""
+    yield from norm(f"{theirs}.input_layernorm", f"{ours}.attn_norm")
+    yield from attention_links(f"{theirs}.self_attn", f"{ours}.attn")
+    yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
+    mlp, ffn = f"{theirs}.mlp", f"{ours}.ffn"
+    yield from llama.feed_forward_links(mlp, ffn)
+    yield from mixture_links(mlp, ffn, config, PARTS)
+    yield from same(f"{mlp}.gate.e_score_correction_bias", f"{ffn}.correction")
+    yield from llama.feed_forward_links(f"{mlp}.shared_experts", f"{ffn}.shared")
 
 
 def attention_links(theirs: str, ours: str) -> Links:
@@ -164,6 +147,5 @@ def attention_links(theirs: str, ours: str) -> Links:
     yield from norm(f"{theirs}.kv_a_layernorm", f"{ours}.kv.norm")
 
 
-FAMILY = family("DeepseekV2", build, links)._replace(
-    in_memory=links_in_memory, aliases={"num_experts": "n_routed_experts"}
-)
+ALIASES = {"num_experts": "n_routed_experts"}
+FAMILY = llama.family("DeepseekV2", build, layer_links, in_memory=links_in_memory, aliases=ALIASES)

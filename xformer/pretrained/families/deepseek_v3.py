@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.deepseek_v2 import FAMILY as V2
-from xformer.pretrained.families.deepseek_v2 import links, mixture, model
-from xformer.pretrained.families.llama import family
+from xformer.pretrained.families import llama
+from xformer.pretrained.families.deepseek_v2 import layer_links, mixture, model
+from xformer.pretrained.families.mixtral import links_in_memory
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     c.ignore("num_nextn_predict_layers")  # the layers that predict later tokens are left out
     c.unread("scoring_func", "sigmoid")
@@ -35,8 +33,11 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     return model(c, head, config, n_dense=3, max_len=4096, interleaved=interleaved)
 
 
-FAMILY = family("DeepseekV3", build, links)._replace(
-    in_memory=V2.in_memory,
+FAMILY = llama.family(
+    "DeepseekV3",
+    build,
+    layer_links,
+    in_memory=links_in_memory,
     aliases={
         "num_local_experts": "n_routed_experts",
         "num_mtp_layers": "num_nextn_predict_layers",

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
-from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import Classifier, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import Family, activation, layers, rate
-from xformer.pretrained.names import Links, attention, linear, norm, same
+from xformer.pretrained.families import bert
+from xformer.pretrained.family import Family, activation, embedding, encoder_heads, layers, rate
+from xformer.pretrained.names import Links, attention, linear, norm
 
 EPS = 1e-12
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration.
 
     head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head or
         pooler
-    names: not used
     """
     if head == "masked-lm":
         c.only("tie_word_embeddings", True)
@@ -36,15 +35,9 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         activation=activation(c, "activation", "gelu"),
     )
     block = BlockConfig(attn, ffn, NormConfig(eps=EPS), "post", dropout=rate(c, "dropout", 0.1))
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1, default=30522),
-        width=block.d_model,
-        d_model=block.d_model,
-        max_len=c.integer("max_position_embeddings", low=1, default=512),
-        positions="learned",
-        norm=block.norm,
-        dropout=block.dropout,
-    )
+    max_len = c.integer("max_position_embeddings", low=1, default=512)
+    around: dict[str, Any] = {"norm": block.norm, "dropout": block.dropout}
+    embed = embedding(c, block.d_model, 30522, max_len=max_len, positions="learned", **around)
     top: Any = None
     last = rate(c, "seq_classif_dropout", 0.2)
     if head == "masked-lm":
@@ -58,35 +51,21 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 def links(model: LanguageModel) -> Links:
     """Yield which tensor of a file is which leaf of the parameters (`names.Link`)."""
-    embeddings = "distilbert.embeddings"
-    yield from same(f"{embeddings}.word_embeddings.weight", "embed.table")
-    yield from same(f"{embeddings}.position_embeddings.weight", "embed.positions")
-    yield from norm(f"{embeddings}.LayerNorm", "embed.norm")
+    yield from bert.embed_links("distilbert.embeddings")
     for i in range(len(model.blocks)):
         theirs, ours = f"distilbert.transformer.layer.{i}", f"stack.blocks.{i}"
-        yield from attention(
-            f"{theirs}.attention", f"{ours}.attn", "q_lin", "k_lin", "v_lin", "out_lin"
-        )
+        names = "q_lin", "k_lin", "v_lin", "out_lin"
+        yield from attention(f"{theirs}.attention", f"{ours}.attn", *names)
         yield from norm(f"{theirs}.sa_layer_norm", f"{ours}.attn_norm")
         yield from linear(f"{theirs}.ffn.lin1", f"{ours}.ffn.up")
         yield from linear(f"{theirs}.ffn.lin2", f"{ours}.ffn.down")
         yield from norm(f"{theirs}.output_layer_norm", f"{ours}.ffn_norm")
-    if isinstance(model.head, MaskedLMHead):
-        yield from linear("vocab_transform", "head.dense")
-        yield from norm("vocab_layer_norm", "head.norm")
-        yield from same("vocab_projector.bias", "head.b")
-    else:
-        yield from linear("pre_classifier", "head.dense")
-        yield from linear("classifier", "head.out")
+    masked = "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"
+    yield from bert.head_links(model, masked, ("pre_classifier", "classifier"))
 
 
 FAMILY = Family(
-    heads={
-        "DistilBertForMaskedLM": "masked-lm",
-        "DistilBertForSequenceClassification": "classifier",
-        "DistilBertForTokenClassification": "token_classifier",
-        "DistilBertModel": "hidden",
-    },
+    heads=encoder_heads("DistilBert"),
     build=build,
     links=links,
     prefix="distilbert.",

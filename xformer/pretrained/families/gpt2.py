@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
-from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
+from xformer.pretrained.family import Family, activation, decoder_head, embedding, layers, rate
 from xformer.pretrained.names import Links, fused, linear, norm, same
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     width = c.integer("n_embd", low=1, default=768)
     c.ignore("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn")
@@ -28,14 +27,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     by_layer = c.flag("scale_attn_by_inverse_layer_idx", default=False)
     scaled = c.flag("scale_attn_weights", default=True)
     scale = attn.head_width**-0.5 if scaled else 1.0
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1, default=50257),
-        width=width,
-        d_model=width,
-        max_len=c.integer("n_positions", low=1, default=1024),
-        positions="learned",
-        dropout=rate(c, "embd_pdrop", 0.1),
-    )
+    max_len, dropout = c.integer("n_positions", low=1, default=1024), rate(c, "embd_pdrop", 0.1)
+    embed = embedding(c, width, 50257, max_len=max_len, positions="learned", dropout=dropout)
     blocks = tuple(
         replace(block, attn=replace(attn, scale=scale / (i + 1) if by_layer else scale))
         for i in range(layers(c, "n_layer", 12))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
+from xformer.pretrained.family import Family, activation, decoder_head, embedding, layers, rate
 from xformer.pretrained.names import Links, fused, linear, norm, same
 from xformer.pretrained.rope import rope
 
 ROTARY = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     # Keys of a token classifier, and of old files; transformers does not read the latter either.
     c.ignore("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")
@@ -36,13 +34,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         parallel=c.flag("use_parallel_residual", default=True),
         dropout=rate(c, "hidden_dropout", 0.0),
     )
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1, default=50432),
-        width=attn.d_model,
-        d_model=attn.d_model,
-        positions="none",
-        dropout=block.dropout,
-    )
+    embed = embedding(c, attn.d_model, 50432, dropout=block.dropout)
     max_len = c.integer("max_position_embeddings", low=1, default=2048)
     turned = rope(c, width=attn.head_width, max_len=max_len, share=0.25, names=ROTARY)
     top = decoder_head(c, head, tied=c.flag("tie_word_embeddings", default=False))

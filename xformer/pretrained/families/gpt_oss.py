@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from xformer.layers import ExpertsConfig
+from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import (
-    block,
-    block_links,
-    decoder,
-    family,
-    top_links,
-    window,
-    windowed,
-    windows,
-)
-from xformer.pretrained.families.mixtral import balancing
-from xformer.pretrained.family import layers
+from xformer.pretrained.families import llama
+from xformer.pretrained.families.mixtral import ALIASES, balancing
 from xformer.pretrained.names import Link, Links, same
 from xformer.pretrained.rope import rope
 
@@ -32,7 +20,7 @@ YARN = {
 }
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration. By default, layers 0, 2, ... have a sliding window."""
     c.ignore("hidden_act")  # the experts have the clamped SwiGLU of these two constants
     c.only("swiglu_alpha", 1.702)
@@ -47,7 +35,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         activation="clamped_swiglu",
         bias=True,
     )
-    config = block(
+    config = llama.block(
         c,
         eps=1e-5,
         kv_heads=8,
@@ -56,38 +44,33 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         sinks=True,
         ffn=mixture,
     )
-    n_layers, size = layers(c), window(c, default=128)
-    sizes = windows(c, n_layers, size, tuple(i % 2 == 0 for i in range(n_layers)))
+    sizes = llama.windows(c, llama.window(c, default=128), lambda i: i % 2 == 0)
     max_len = c.integer("max_position_embeddings", low=1, default=131072)
     width = config.attn.head_width
-    return decoder(
+    return llama.decoder(
         c,
         head,
-        windowed(config, sizes),
+        llama.windowed(config, sizes),
         max_len=max_len,
         rotary=rope(c, width=width, max_len=max_len, theta=150000.0, default=YARN),
         load_balancing_weight=balancing(c, head),
     )
 
 
-def links(model: LanguageModel) -> Links:
-    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+def layer_links(theirs: str, ours: str, config: BlockConfig) -> Links:
+    """Yield which tensor of a layer is which leaf of its block (`names.Link`).
 
     Gate and up of all experts are one tensor (E, D, 2 F), in alternate columns.
     """
-    yield from same("model.embed_tokens.weight", "embed.table")
-    for i, config in enumerate(model.blocks):
-        theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"
-        yield from block_links(theirs, ours)
-        yield from same(f"{theirs}.self_attn.sinks", f"{ours}.attn.sinks")
-        mlp, ffn = f"{theirs}.mlp", f"{ours}.ffn"
-        yield Link((f"{mlp}.router.weight",), (f"{ffn}.router",), flip=True)
-        yield from same(f"{mlp}.router.bias", f"{ffn}.router_bias")
-        for end in ("", "_bias"):
-            both = (f"{ffn}.gate{end}", f"{ffn}.up{end}")
-            yield Link((f"{mlp}.experts.gate_up_proj{end}",), both, groups=config.ffn.d_ff)
-            yield from same(f"{mlp}.experts.down_proj{end}", f"{ffn}.down{end}")
-    yield from top_links()
+    yield from llama.block_links(theirs, ours)
+    yield from same(f"{theirs}.self_attn.sinks", f"{ours}.attn.sinks")
+    mlp, ffn = f"{theirs}.mlp", f"{ours}.ffn"
+    yield Link((f"{mlp}.router.weight",), (f"{ffn}.router",), flip=True)
+    yield from same(f"{mlp}.router.bias", f"{ffn}.router_bias")
+    for end in ("", "_bias"):
+        both = (f"{ffn}.gate{end}", f"{ffn}.up{end}")
+        yield Link((f"{mlp}.experts.gate_up_proj{end}",), both, groups=config.ffn.d_ff)
+        yield from same(f"{mlp}.experts.down_proj{end}", f"{ffn}.down{end}")
 
 
-FAMILY = family("GptOss", build, links)._replace(aliases={"num_experts": "num_local_experts"})
+FAMILY = llama.family("GptOss", build, layer_links, aliases=ALIASES)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import block, decoder, family, gated
+from xformer.pretrained.families import llama
 from xformer.pretrained.family import layers
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration. The logits are divided by `logits_scaling`."""
-    config = block(
+    config = llama.block(
         c,
-        ffn=gated(c, bias=c.flag("mlp_bias", default=False)),
+        ffn=llama.gated(c, bias=c.flag("mlp_bias", default=False)),
         bias=c.flag("attention_bias", default=False),
         scale=c.number("attention_multiplier", default=1.0),
     )
     multiplier = c.number("residual_multiplier", default=1.0)
-    return decoder(
+    return llama.decoder(
         c,
         head,
         (replace(config, residual_multiplier=multiplier),) * layers(c),
@@ -29,4 +28,4 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     )
 
 
-FAMILY = family("Granite", build, heads=("ForCausalLM", "Model"))
+FAMILY = llama.family("Granite", build, heads=("ForCausalLM", "Model"))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 from xformer.layers import (
     AttentionConfig,
     BlockConfig,
-    EmbedConfig,
     ExpertsConfig,
     FeedForwardConfig,
     NormConfig,
@@ -17,14 +16,14 @@ from xformer.layers import (
 from xformer.layers.rope_by_layer import Rotary
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
+from xformer.pretrained.family import Family, activation, decoder_head, embedding, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm, same
 from xformer.pretrained.rope import rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     c.ignore("pretraining_tp")  # if above 1, the same matmuls are computed in parts
     c.unread("rope_interleaved", False)
@@ -114,14 +113,7 @@ def decoder(
     options: further options of `LanguageModel`
     """
     max_len = c.integer("max_position_embeddings", low=1, default=max_len)
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1),
-        width=blocks[0].d_model,
-        d_model=blocks[0].d_model,
-        positions="none",
-        scale=embed_scale,
-        dropout=embed_dropout,
-    )
+    embed = embedding(c, blocks[0].d_model, scale=embed_scale, dropout=embed_dropout)
     if rotary is None:
         rotary = rope(c, width=blocks[0].attn.head_width, max_len=max_len, theta=theta)
     is_tied = c.flag("tie_word_embeddings", default=tied)
@@ -138,14 +130,19 @@ def window(c: Config, default: int | None = None) -> tuple[int, None] | None:
     return None if size is None else (size - 1, None)
 
 
-def windows(c: Config, n_layers: int, sliding: Any, default: tuple[bool, ...]) -> tuple[Any, ...]:
+def windows(
+    c: Config, sliding: Any, default: Callable[[int], bool], n_layers: int | None = None
+) -> tuple[Any, ...]:
     """Return the window of each layer: `sliding` or None.
 
-    default: whether each layer has a window, if the key `layer_types` is missing
+    default: whether layer i has a window, if the key `layer_types` is missing
+    n_layers: None: the value of `num_hidden_layers`
     """
+    n_layers = layers(c) if n_layers is None else n_layers
     choices = (FULL, SLIDING)
     kinds = c.texts("layer_types", choices=choices, length=n_layers, default=None)
-    slides = default if kinds is None else tuple(kind == SLIDING for kind in kinds)
+    usual = map(default, range(n_layers))
+    slides = tuple(usual if kinds is None else (kind == SLIDING for kind in kinds))
     if any(slides) and sliding is None:
         raise c.refused("layer_types", "full_attention where there is no sliding window")
     return tuple(sliding if is_sliding else None for is_sliding in slides)
@@ -156,16 +153,13 @@ def windowed(config: BlockConfig, sizes: tuple[Any, ...]) -> tuple[BlockConfig, 
     return tuple(replace(config, attn=replace(config.attn, window=size)) for size in sizes)
 
 
-def links(model: LanguageModel) -> Links:
-    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+def layer_links(theirs: str, ours: str, config: BlockConfig) -> Links:
+    """Yield which tensor of a layer is which leaf of its block (`names.Link`).
 
-    They are all tensors that Llama or a family derived from it may have.
+    They are all tensors that a layer of Llama, or of a family derived from it, may have.
     """
-    yield from same("model.embed_tokens.weight", "embed.table")
-    for i in range(len(model.blocks)):
-        yield from block_links(f"model.layers.{i}", f"stack.blocks.{i}")
-        yield from feed_forward_links(f"model.layers.{i}.mlp", f"stack.blocks.{i}.ffn")
-    yield from top_links()
+    yield from block_links(theirs, ours)
+    yield from feed_forward_links(f"{theirs}.mlp", f"{ours}.ffn")
 
 
 def block_links(theirs: str, ours: str) -> Links:
@@ -188,20 +182,32 @@ def feed_forward_links(theirs: str, ours: str) -> Links:
         yield from linear(f"{theirs}.{name}_proj", f"{ours}.{name}")
 
 
-def top_links() -> Links:
-    """Yield the links of the final norm and of the heads."""
-    yield from norm("model.norm", "stack.norm")
-    yield from linear("lm_head", "head")
-    yield from linear("score", "head.out")
-
-
 HEADS = {"ForCausalLM": "lm", "ForSequenceClassification": "classifier", "Model": "hidden"}
 
 
 def family(
-    name: str, build: Any, links: Any = links, *, heads: Collection[str] = tuple(HEADS)
+    name: str,
+    build: Any,
+    layer: Any = layer_links,
+    *,
+    heads: Collection[str] = tuple(HEADS),
+    **fields: Any,
 ) -> Family:
-    """Return the family whose architectures begin with `name`. heads: how their names end."""
+    """Return the family whose architectures begin with `name`.
+
+    layer: (prefix of a layer's tensors, of its leaves, configuration) -> links of the layer
+    heads: how the names of the architectures end
+    fields: further fields of `Family`
+    """
+
+    def links(model: LanguageModel) -> Links:
+        yield from same("model.embed_tokens.weight", "embed.table")
+        for i, config in enumerate(model.blocks):
+            yield from layer(f"model.layers.{i}", f"stack.blocks.{i}", config)
+        yield from norm("model.norm", "stack.norm")
+        yield from linear("lm_head", "head")
+        yield from linear("score", "head.out")
+
     return Family(
         heads={f"{name}{end}": HEADS[end] for end in heads},
         build=build,
@@ -209,6 +215,7 @@ def family(
         prefix="model.",
         tied={"lm_head.weight": "model.embed_tokens.weight"},
         buffers=(r".*rotary_emb\.inv_freq",),
+        **fields,
     )
 
 

@@ -6,7 +6,7 @@ The file has one tensor of each kind for all layers together. Here layer i of `w
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from xformer.layers import (
     AttentionConfig,
     BlockConfig,
-    EmbedConfig,
     FeedForwardConfig,
     NormConfig,
     RopeConfig,
@@ -23,7 +22,8 @@ from xformer.layers import (
 from xformer.models import LanguageModel, LMHead
 from xformer.pretrained import llama2c
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import MAX_LAYERS, Family, layers
+from xformer.pretrained.family import MAX_LAYERS, Family, embedding, layers
+from xformer.pretrained.files import Tensors
 from xformer.pretrained.names import Link, Links, same
 from xformer.pretrained.reading import PretrainedError
 
@@ -41,7 +41,7 @@ NORMS = {"rms_att": "attn_norm.w", "rms_ffn": "ffn_norm.w"}
 TABLES = ("freq_cis_real", "freq_cis_imag")
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration, which has the sizes of the file's header."""
     attn = AttentionConfig(
         d_model=c.integer("d_model", low=1),
@@ -50,13 +50,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         bias=False,
     )
     ffn = FeedForwardConfig(c.integer("d_ff", low=1), "silu", gated=True, bias=False)
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1),
-        width=attn.d_model,
-        d_model=attn.d_model,
-        max_len=c.integer("max_len", low=1),
-        positions="none",
-    )
+    embed = embedding(c, attn.d_model, max_len=c.integer("max_len", low=1))
     turned = RopeConfig(attn.head_width, interleaved=True)
     head_config = LMHead(tied=c.flag("tied"))
     blocks = (BlockConfig(attn, ffn, NormConfig("rms")),) * layers(c, "n_layers")
@@ -78,60 +72,24 @@ def links(model: LanguageModel) -> Links:
 FAMILY = Family(heads={}, build=build, links=links, buffers=TABLES)
 
 
-class Mapped:
-    """The tensors of a `.bin` file by name, with the methods of `files.Tensors`."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self._arrays: dict[str, np.ndarray] = {}
-        for name, array in arrays.items():
-            if name in MAPS or name in NORMS:
-                self._arrays |= {f"{name}.{i}": layer for i, layer in enumerate(array)}
-            else:
-                self._arrays[name] = array
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._arrays
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        return self._arrays[name].shape
-
-    def dtype(self, name: str) -> str:
-        """The dtype of a tensor, as safetensors names it."""
-        return "F32"
-
-    def read(self, name: str, dtype: str = "float32") -> np.ndarray:
-        """A tensor as `dtype`: a view of the file if that is float32, else a copy."""
-        return self._arrays[name].astype(dtype, copy=False)
-
-    def equal(self, a: str, b: str) -> bool:
-        """Whether tensors `a` and `b` have the same shape and numbers. NaN equals NaN."""
-        return bool(np.array_equal(self._arrays[a], self._arrays[b], equal_nan=True))
-
-    def fetch(self, dtype: str) -> None:
-        """Do nothing, because these files are small."""
-
-    def release(self, name: str) -> None:
-        """Do nothing, because these files are small."""
-
-
-def open_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Mapped]:
+def open_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Tensors]:
     """The configuration and the tensors of a `.bin` file.
 
     FileNotFoundError if there is no file, PretrainedError if it is damaged.
     """
-    header, arrays = llama2c.read(path)
+    header, tensors = llama2c.read(path)
     if header.n_layers > MAX_LAYERS:
         message = f"{path}: n_layers must be at most {MAX_LAYERS}, got {header.n_layers}"
         raise PretrainedError(message)
     config = {"model_type": MODEL_TYPE, **header._asdict(), **llama2c.TOKENS}
-    return config, Mapped(arrays)
+    for name in (*MAPS, *NORMS):
+        whole = tensors.pop(name)
+        size = (whole.end - whole.start) // header.n_layers
+        for i in range(header.n_layers):
+            start = whole.start + i * size
+            part = whole._replace(shape=whole.shape[1:], start=start, end=start + size)
+            tensors[f"{name}.{i}"] = part
+    return config, Tensors(tensors)
 
 
 def write_file(

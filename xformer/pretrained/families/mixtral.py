@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import block, block_links, decoder, family, top_links, window
+from xformer.pretrained.families import llama
 from xformer.pretrained.family import activation, layers
-from xformer.pretrained.names import Link, Links, experts, same
+from xformer.pretrained.names import Link, Links, experts
 
 PARTS = (("w1", "gate"), ("w3", "up"), ("w2", "down"))
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     c.only("router_jitter_noise", 0.0, 0)
     act = activation(c, "hidden_act", "silu")
@@ -24,8 +24,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         d_ff=c.integer("intermediate_size", low=1),
         activation=act,
     )
-    config = block(c, eps=1e-5, kv_heads=8, window=window(c), ffn=mixture)
-    return decoder(
+    config = llama.block(c, eps=1e-5, kv_heads=8, window=llama.window(c), ffn=mixture)
+    return llama.decoder(
         c,
         head,
         (config,) * layers(c),
@@ -44,17 +44,13 @@ def balancing(c: Config, head: str, default: float = 0.001) -> float:
     return weight if c.flag("output_router_logits", default=False) and head == "lm" else 0.0
 
 
-def links(model: LanguageModel) -> Links:
-    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+def layer_links(theirs: str, ours: str, config: BlockConfig) -> Links:
+    """Yield which tensor of a layer is which leaf of its block (`names.Link`).
 
     The names are Llama's, except for the experts.
     """
-    yield from same("model.embed_tokens.weight", "embed.table")
-    for i, config in enumerate(model.blocks):
-        theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"
-        yield from block_links(theirs, ours)
-        yield from mixture_links(f"{theirs}.block_sparse_moe", f"{ours}.ffn", config, PARTS)
-    yield from top_links()
+    yield from llama.block_links(theirs, ours)
+    yield from mixture_links(f"{theirs}.block_sparse_moe", f"{ours}.ffn", config, PARTS)
 
 
 def mixture_links(
@@ -84,6 +80,5 @@ def links_in_memory(model: LanguageModel) -> Links:
         yield Link((f"{theirs}.experts.down_proj",), (f"{ours}.down",), flip=True)
 
 
-FAMILY = family("Mixtral", build, links)._replace(
-    in_memory=links_in_memory, aliases={"num_experts": "num_local_experts"}
-)
+ALIASES = {"num_experts": "num_local_experts"}
+FAMILY = llama.family("Mixtral", build, layer_links, in_memory=links_in_memory, aliases=ALIASES)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import Classifier, Head, LanguageModel, MaskedLMHead, TokenClassifier
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import FULL, SLIDING, windowed, windows
-from xformer.pretrained.family import Family, activation, layers, rate
+from xformer.pretrained.families import llama
+from xformer.pretrained.family import Family, activation, embedding, encoder_heads, layers, rate
 from xformer.pretrained.names import Link, Links, fused, linear, norm, same
 from xformer.pretrained.rope import rope_by_type
 
 POOLINGS = {"cls": "first", "mean": "mean"}  # classifier_pooling -> Classifier.token
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration.
 
     By default layers 0, 3, 6, ... attend to all tokens. The others have a window of
@@ -34,30 +33,23 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     n_layers = layers(c, default=22)
     half = c.integer("local_attention", low=1, default=128) // 2
     each = c.integer("global_attn_every_n_layers", low=1, default=3)
-    local = tuple(i % each != 0 for i in range(n_layers))
-    sizes = windows(c, n_layers, (half, half), local)
-    first, *others = windowed(config, sizes)
+    sizes = llama.windows(c, (half, half), lambda i: i % each != 0, n_layers)
+    first, *others = llama.windowed(config, sizes)
     ropes = rope_by_type(
         c,
         width=config.attn.head_width,
         max_len=c.integer("max_position_embeddings", low=1, default=8192),
-        thetas={FULL: 160_000.0, SLIDING: 10_000.0},
-        names={FULL: "global_rope_theta", SLIDING: "local_rope_theta"},
-        scaled=(FULL, SLIDING),
+        thetas={llama.FULL: 160_000.0, llama.SLIDING: 10_000.0},
+        names={llama.FULL: "global_rope_theta", llama.SLIDING: "local_rope_theta"},
+        scaled=(llama.FULL, llama.SLIDING),
     )
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1, default=50368),
-        width=config.d_model,
-        d_model=config.d_model,
-        positions="none",
-        norm=config.norm,
-        dropout=rate(c, "embedding_dropout", 0.0),
-    )
+    dropout = rate(c, "embedding_dropout", 0.0)
+    embed = embedding(c, config.d_model, 50368, norm=config.norm, dropout=dropout)
     return LanguageModel(
         embed,
         (replace(first, attn_norm=False), *others),
         causal=False,
-        rotary=tuple(ropes[FULL if size is None else SLIDING] for size in sizes),
+        rotary=tuple(ropes[llama.FULL if size is None else llama.SLIDING] for size in sizes),
         head=head_of(c, head, config.norm),
     )
 
@@ -125,12 +117,7 @@ def links(model: LanguageModel) -> Links:
 
 
 FAMILY = Family(
-    heads={
-        "ModernBertForMaskedLM": "masked-lm",
-        "ModernBertForSequenceClassification": "classifier",
-        "ModernBertForTokenClassification": "token_classifier",
-        "ModernBertModel": "hidden",
-    },
+    heads=encoder_heads("ModernBert"),
     build=build,
     links=links,
     prefix="model.",

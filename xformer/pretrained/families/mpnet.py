@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 from xformer.layers import RelativeConfig
-from xformer.models import Classifier, LanguageModel, MaskedLMHead, TokenClassifier
+from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert, roberta
-from xformer.pretrained.family import Family
+from xformer.pretrained.family import Family, encoder_heads
 from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration.
 
     head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head
-    names: of the file's tensors; None: unknown. A "hidden" model has a pooler if a name contains
-        "pooler.", and if names is None.
     """
     config = bert.block(c)
-    top: Any = bert.pooler(names)
-    if head == "masked-lm":
-        top = MaskedLMHead("gelu", config.norm.eps)
-    elif head == "classifier":
-        top = Classifier(c.labels(), dense_dropout=config.dropout, dropout=config.dropout)
-    elif head == "token_classifier":
-        top = TokenClassifier(c.labels(), dropout=config.dropout)
+    key = "hidden_dropout_prob"
+    top = bert.head_of(c, head, config, act="gelu", key=key, dense="tanh", bare=bert.pooler(c))
     # transformers reads neither: positions begin at 2, and there are always 32 buckets.
     c.only("relative_attention_num_buckets", 32)
     model = bert.encoder(c, config, top, vocab_size=30527, offset=2, n_types=0)
@@ -50,12 +41,7 @@ def links(model: LanguageModel) -> Links:
 
 
 FAMILY = Family(
-    heads={
-        "MPNetForMaskedLM": "masked-lm",
-        "MPNetForSequenceClassification": "classifier",
-        "MPNetForTokenClassification": "token_classifier",
-        "MPNetModel": "hidden",
-    },
+    heads=encoder_heads("MPNet"),
     build=build,
     links=links,
     prefix="mpnet.",

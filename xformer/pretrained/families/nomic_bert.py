@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from xformer.layers import FeedForwardConfig
-from xformer.models import Classifier, LanguageModel, MaskedLMHead, TokenClassifier
+from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert
-from xformer.pretrained.family import Family
+from xformer.pretrained.family import Family, encoder_heads
 from xformer.pretrained.names import Links, attention, fused, linear, norm, same
 from xformer.pretrained.rope import rope
 
@@ -27,12 +26,11 @@ ORIGINAL: dict[str, Any] = {
 }
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration.
 
     head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head or
         pooler
-    names: not used
     """
     plain = bert.block(c, act="silu", dropout=0.0)
     attn: Any = plain.attn
@@ -51,13 +49,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     }
     for name, value in (ORIGINAL | own).items():
         c.only(name, value)
-    top: Any = None
-    if head == "masked-lm":
-        top = MaskedLMHead(config.ffn.activation, config.norm.eps)
-    elif head == "classifier":
-        top = Classifier(c.labels(), dropout=bert.classifier_dropout(c, config))
-    elif head == "token_classifier":
-        top = TokenClassifier(c.labels(), dropout=bert.classifier_dropout(c, config))
+    top = bert.head_of(c, head, config)
     options: dict[str, Any] = {"vocab_size": 30528, "positions": "none", "max_len": None}
     return replace(bert.encoder(c, config, top, **options), rotary=turned)
 
@@ -78,15 +70,9 @@ def links(model: LanguageModel) -> Links:
         yield from linear(f"{theirs}.mlp.fc12", f"{ours}.ffn.gate")
         yield from linear(f"{theirs}.mlp.fc2", f"{ours}.ffn.down")
         yield from norm(f"{theirs}.norm2", f"{ours}.ffn_norm")
-    if isinstance(model.head, MaskedLMHead):
-        yield from linear("cls.predictions.transform.dense", "head.dense")
-        yield from norm("cls.predictions.transform.layer_norm", "head.norm")
-        yield from same("cls.predictions.bias", "head.b")
-    elif isinstance(model.head, Classifier):
-        yield from linear(f"{name}.pooler.dense", "head.dense")
-        yield from linear("classifier", "head.out")
-    else:
-        yield from linear("classifier", "head.out")
+    transform = "cls.predictions.transform"
+    masked = f"{transform}.dense", f"{transform}.layer_norm", "cls.predictions.bias"
+    yield from bert.head_links(model, masked, (f"{name}.pooler.dense", "classifier"))
 
 
 def links_in_memory(model: LanguageModel) -> Links:
@@ -103,12 +89,7 @@ def links_in_memory(model: LanguageModel) -> Links:
 
 
 FAMILY = Family(
-    heads={
-        "NomicBertForMaskedLM": "masked-lm",
-        "NomicBertForSequenceClassification": "classifier",
-        "NomicBertForTokenClassification": "token_classifier",
-        "NomicBertModel": "hidden",
-    },
+    heads=encoder_heads("NomicBert"),
     build=build,
     links=links,
     in_memory=links_in_memory,

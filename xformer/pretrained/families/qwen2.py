@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from xformer.layers import BlockConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import (
-    block,
-    decoder,
-    family,
-    window,
-    windowed,
-    windows,
-)
-from xformer.pretrained.family import layers
+from xformer.pretrained.families import llama
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     c.unread("use_mrope", False)  # position ids of images
-    blocks = sliding(c, block(c, kv_heads=32, qkv_bias=True))
-    return decoder(c, head, blocks, max_len=32768)
+    blocks = sliding(c, llama.block(c, kv_heads=32, qkv_bias=True))
+    return llama.decoder(c, head, blocks, max_len=32768)
 
 
 def sliding(c: Config, config: BlockConfig) -> tuple[BlockConfig, ...]:
@@ -30,12 +20,11 @@ def sliding(c: Config, config: BlockConfig) -> tuple[BlockConfig, ...]:
 
     If `use_sliding_window` is true, by default layers from `max_window_layers` on have a window.
     """
-    n_layers = layers(c)
-    size = window(c, default=4096)
+    size = llama.window(c, default=4096)
     size = size if c.flag("use_sliding_window", default=False) else None
     first = c.integer("max_window_layers", default=28)
-    slides = tuple(size is not None and i >= first for i in range(n_layers))
-    return windowed(config, windows(c, n_layers, size, slides))
+    sizes = llama.windows(c, size, lambda i: size is not None and i >= first)
+    return llama.windowed(config, sizes)
 
 
-FAMILY = family("Qwen2", build)
+FAMILY = llama.family("Qwen2", build)

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import (
-    block,
-    block_links,
-    decoder,
-    family,
-    feed_forward_links,
-    gated,
-    top_links,
-    window,
-    windowed,
-    windows,
-)
+from xformer.pretrained.families import llama
 from xformer.pretrained.families.mixtral import balancing, links_in_memory, mixture_links
-from xformer.pretrained.family import activation, layers
-from xformer.pretrained.names import Link, Links, same
+from xformer.pretrained.family import activation
+from xformer.pretrained.names import Link, Links
 
 PARTS = (("gate_proj", "gate"), ("up_proj", "up"), ("down_proj", "down"))
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     size = c.integer("shared_expert_intermediate_size", low=1, default=5632)
     d_ff = c.integer("moe_intermediate_size", low=1, default=1408)
     mixture = experts(c, 60, 4, d_ff, d_shared=size, shared_gate=True)
     qkv_bias = c.flag("qkv_bias", default=True)
-    config = block(c, kv_heads=16, qkv_bias=qkv_bias, ffn=mixture)
+    config = llama.block(c, kv_heads=16, qkv_bias=qkv_bias, ffn=mixture)
     blocks = sparse(c, sliding(c, config))
-    return decoder(c, head, blocks, max_len=32768, load_balancing_weight=balancing(c, head))
+    return llama.decoder(c, head, blocks, max_len=32768, load_balancing_weight=balancing(c, head))
 
 
 def experts(
@@ -65,7 +53,7 @@ def sparse(c: Config, blocks: tuple[BlockConfig, ...]) -> tuple[BlockConfig, ...
     """
     step = c.integer("decoder_sparse_step", low=1, default=1)
     only = c.integers("mlp_only_layers", default=(), null=())
-    dense = gated(c)
+    dense = llama.gated(c)
     return tuple(
         replace(config, ffn=dense) if i in only or (i + 1) % step else config
         for i, config in enumerate(blocks)
@@ -78,30 +66,26 @@ def sliding(c: Config, config: BlockConfig) -> tuple[BlockConfig, ...]:
     If `use_sliding_window` is true, by default every second layer below `max_window_layers` has a
     window, from the first.
     """
-    n_layers, size = layers(c), None
+    size = None
     c.ignore("sliding_window")  # transformers writes 0 if no layer has a window
     if c.flag("use_sliding_window", default=False):
-        size = window(c, default=4096)
+        size = llama.window(c, default=4096)
     last = c.integer("max_window_layers", default=28)
-    slides = tuple(size is not None and i % 2 == 0 and i < last for i in range(n_layers))
-    return windowed(config, windows(c, n_layers, size, slides))
+    sizes = llama.windows(c, size, lambda i: size is not None and i % 2 == 0 and i < last)
+    return llama.windowed(config, sizes)
 
 
-def links(model: LanguageModel) -> Links:
-    """Yield which tensor of a file is which leaf of the parameters (`names.Link`).
+def layer_links(theirs: str, ours: str, config: BlockConfig) -> Links:
+    """Yield which tensor of a layer is which leaf of its block (`names.Link`).
 
     A layer has experts or a dense network; Qwen2-MoE's experts include a shared one.
     """
-    yield from same("model.embed_tokens.weight", "embed.table")
-    for i, config in enumerate(model.blocks):
-        theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"
-        yield from block_links(theirs, ours)
-        mlp, ffn = f"{theirs}.mlp", f"{ours}.ffn"
-        yield from feed_forward_links(mlp, ffn)
-        yield from mixture_links(mlp, ffn, config, PARTS)
-        yield from feed_forward_links(f"{mlp}.shared_expert", f"{ffn}.shared")
-        yield Link((f"{mlp}.shared_expert_gate.weight",), (f"{ffn}.shared_gate",), flip=True)
-    yield from top_links()
+    yield from llama.block_links(theirs, ours)
+    mlp, ffn = f"{theirs}.mlp", f"{ours}.ffn"
+    yield from llama.feed_forward_links(mlp, ffn)
+    yield from mixture_links(mlp, ffn, config, PARTS)
+    yield from llama.feed_forward_links(f"{mlp}.shared_expert", f"{ffn}.shared")
+    yield Link((f"{mlp}.shared_expert_gate.weight",), (f"{ffn}.shared_gate",), flip=True)
 
 
-FAMILY = family("Qwen2Moe", build, links)._replace(in_memory=links_in_memory)
+FAMILY = llama.family("Qwen2Moe", build, layer_links, in_memory=links_in_memory)

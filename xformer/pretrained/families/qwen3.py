@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import block, decoder, family
+from xformer.pretrained.families import llama
 from xformer.pretrained.families.qwen2 import sliding
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     bias = c.flag("attention_bias", default=False)
-    config = block(c, kv_heads=32, d_head=128, bias=bias, qk_norm="head")
-    return decoder(c, head, sliding(c, config), max_len=32768)
+    config = llama.block(c, kv_heads=32, d_head=128, bias=bias, qk_norm="head")
+    return llama.decoder(c, head, sliding(c, config), max_len=32768)
 
 
-FAMILY = family("Qwen3", build)
+FAMILY = llama.family("Qwen3", build)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
-from xformer.layers import GatedDeltaNetConfig
+from xformer.layers import BlockConfig, GatedDeltaNetConfig
 from xformer.layers.recurrent_state import is_recurrent
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import (
-    FULL,
-    HEADS,
-    block,
-    decoder,
-    family,
-    feed_forward_links,
-    top_links,
-)
+from xformer.pretrained.families import llama
 from xformer.pretrained.family import layers
 from xformer.pretrained.names import Link, Links, linear, norm, same
 from xformer.pretrained.rope import rope
@@ -26,13 +17,13 @@ LINEAR = "linear_attention"
 MROPE = ("mrope_section", "mrope_interleaved")  # of images; text has one position for all sections
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration. By default, each fourth layer has attention."""
     c.only("hidden_act", "silu")
     c.unread("attn_output_gate", True)
     c.unread("mamba_ssm_dtype", "float32")
     c.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-    config = block(
+    config = llama.block(
         c,
         kv_heads=4,
         d_head=256,
@@ -42,22 +33,24 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         output_gate=True,
     )
     kinds = _kinds(c)
-    blocks = {FULL: config, LINEAR: replace(config, attn=_delta_net(c))}
+    blocks = {llama.FULL: config, LINEAR: replace(config, attn=_delta_net(c))}
     max_len = c.integer("max_position_embeddings", low=1, default=32768)
     for name in ("rope_parameters", "rope_scaling"):
         if (part := c.sub(name)) is not None:
             part.ignore(*MROPE)
     turned = rope(c, width=config.attn.head_width, max_len=max_len, share=0.25)
-    rotary = tuple(turned if kind == FULL else None for kind in kinds)
-    return decoder(c, head, tuple(blocks[kind] for kind in kinds), rotary=rotary, max_len=max_len)
+    rotary = tuple(turned if kind == llama.FULL else None for kind in kinds)
+    return llama.decoder(
+        c, head, tuple(blocks[kind] for kind in kinds), rotary=rotary, max_len=max_len
+    )
 
 
 def _kinds(c: Config) -> tuple[str, ...]:
     """Return the type of each layer."""
     n_layers = layers(c)
     interval = c.integer("full_attention_interval", low=1, default=4)
-    usual = tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(n_layers))
-    given = c.texts("layer_types", choices=(FULL, LINEAR), length=n_layers, default=None)
+    usual = tuple(llama.FULL if (i + 1) % interval == 0 else LINEAR for i in range(n_layers))
+    given = c.texts("layer_types", choices=(llama.FULL, LINEAR), length=n_layers, default=None)
     return usual if given is None else tuple(given)
 
 
@@ -74,19 +67,15 @@ def _delta_net(c: Config) -> GatedDeltaNetConfig:
     )
 
 
-def links(model: LanguageModel) -> Links:
-    """Yield which tensor of a file is which leaf of the parameters (`names.Link`)."""
-    yield from same("model.embed_tokens.weight", "embed.table")
-    for i, config in enumerate(model.blocks):
-        theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"
-        yield from norm(f"{theirs}.input_layernorm", f"{ours}.attn_norm")
-        if is_recurrent(config):
-            yield from delta_net_links(f"{theirs}.linear_attn", f"{ours}.attn")
-        else:
-            yield from attention_links(f"{theirs}.self_attn", f"{ours}.attn", config.attn.n_heads)
-        yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
-        yield from feed_forward_links(f"{theirs}.mlp", f"{ours}.ffn")
-    yield from top_links()
+def layer_links(theirs: str, ours: str, config: BlockConfig) -> Links:
+    """Yield which tensor of a layer is which leaf of its block (`names.Link`)."""
+    yield from norm(f"{theirs}.input_layernorm", f"{ours}.attn_norm")
+    if is_recurrent(config):
+        yield from delta_net_links(f"{theirs}.linear_attn", f"{ours}.attn")
+    else:
+        yield from attention_links(f"{theirs}.self_attn", f"{ours}.attn", config.attn.n_heads)
+    yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
+    yield from llama.feed_forward_links(f"{theirs}.mlp", f"{ours}.ffn")
 
 
 def delta_net_links(theirs: str, ours: str) -> Links:
@@ -112,11 +101,11 @@ def attention_links(theirs: str, ours: str, n_heads: int) -> Links:
     yield from norm(f"{theirs}.k_norm", f"{ours}.kv.k_norm")
 
 
-FAMILY = family("Qwen3_5", build, links)._replace(
+FAMILY = llama.family("Qwen3_5", build, layer_links)._replace(
     heads={
-        "Qwen3_5ForCausalLM": HEADS["ForCausalLM"],
-        "Qwen3_5TextForSequenceClassification": HEADS["ForSequenceClassification"],
-        "Qwen3_5TextModel": HEADS["Model"],
+        "Qwen3_5ForCausalLM": llama.HEADS["ForCausalLM"],
+        "Qwen3_5TextForSequenceClassification": llama.HEADS["ForSequenceClassification"],
+        "Qwen3_5TextModel": llama.HEADS["Model"],
     },
     unused=(r"mtp\..*",),  # which predict the token after the next one
 )

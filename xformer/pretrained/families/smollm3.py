@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from xformer.layers.rope_by_layer import distinct
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import (
-    block,
-    decoder,
-    family,
-    gated,
-    window,
-    windowed,
-    windows,
-)
+from xformer.pretrained.families import llama
 from xformer.pretrained.family import layers
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration. By default, each fourth layer has no RoPE."""
     c.unread("max_window_layers", 28)  # in SmolLM3-3B
     c.unread("pretraining_tp", 2)
     bias = c.flag("attention_bias", default=False)
-    ffn = gated(c, bias=c.flag("mlp_bias", default=False))
-    config = block(c, kv_heads=4, bias=bias, ffn=ffn)
+    ffn = llama.gated(c, bias=c.flag("mlp_bias", default=False))
+    config = llama.block(c, kv_heads=4, bias=bias, ffn=ffn)
     has_rope = _has_rope(c)
-    size = window(c)
+    size = llama.window(c)
     size = size if c.flag("use_sliding_window", default=False) else None
-    slides = tuple(size is not None and not turned for turned in has_rope)
-    sizes = windows(c, len(has_rope), size, slides)
-    model = decoder(c, head, windowed(config, sizes), max_len=32768, theta=2e6, tied=True)
+    sizes = llama.windows(c, size, lambda i: size is not None and not has_rope[i])
+    model = llama.decoder(
+        c, head, llama.windowed(config, sizes), max_len=32768, theta=2e6, tied=True
+    )
     (one,) = distinct(model.rotary)
     return replace(model, rotary=tuple(one if turned else None for turned in has_rope))
 
@@ -49,4 +41,4 @@ def _has_rope(c: Config) -> tuple[bool, ...]:
     return tuple(map(bool, given[:n_layers]))
 
 
-FAMILY = family("SmolLM3", build)
+FAMILY = llama.family("SmolLM3", build)

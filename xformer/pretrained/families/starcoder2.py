@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from xformer.layers import BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
-from xformer.pretrained.families.llama import (
-    attend,
-    block_links,
-    decoder,
-    family,
-    top_links,
-    window,
-)
+from xformer.pretrained.families import llama
 from xformer.pretrained.family import activation, layers, rate
-from xformer.pretrained.names import Links, linear, same
+from xformer.pretrained.names import Links, linear
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build(c: Config, head: str) -> LanguageModel:
     """Return the model of a configuration."""
     for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
         c.unread(name, True)
@@ -31,24 +22,21 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     bias = c.flag("use_bias", default=True)
     act = activation(c, "hidden_act", "gelu_pytorch_tanh")
     block = BlockConfig(
-        attend(c, kv_heads=2, bias=bias, window=window(c)),
+        llama.attend(c, kv_heads=2, bias=bias, window=llama.window(c)),
         FeedForwardConfig(c.integer("intermediate_size", low=1), act, bias=bias),
         NormConfig(eps=eps),
         dropout=rate(c, "residual_dropout", 0.0),
     )
     dropout = rate(c, "embedding_dropout", 0.0)
     blocks = (block,) * layers(c)
-    return decoder(c, head, blocks, max_len=4096, tied=True, embed_dropout=dropout)
+    return llama.decoder(c, head, blocks, max_len=4096, tied=True, embed_dropout=dropout)
 
 
-def links(model: LanguageModel) -> Links:
-    """Yield which tensor of a file is which leaf of the parameters (`names.Link`)."""
-    yield from same("model.embed_tokens.weight", "embed.table")
-    for i in range(len(model.blocks)):
-        yield from block_links(f"model.layers.{i}", f"stack.blocks.{i}")
-        yield from linear(f"model.layers.{i}.mlp.c_fc", f"stack.blocks.{i}.ffn.up")
-        yield from linear(f"model.layers.{i}.mlp.c_proj", f"stack.blocks.{i}.ffn.down")
-    yield from top_links()
+def layer_links(theirs: str, ours: str, config: BlockConfig) -> Links:
+    """Yield which tensor of a layer is which leaf of its block (`names.Link`)."""
+    yield from llama.block_links(theirs, ours)
+    yield from linear(f"{theirs}.mlp.c_fc", f"{ours}.ffn.up")
+    yield from linear(f"{theirs}.mlp.c_proj", f"{ours}.ffn.down")
 
 
-FAMILY = family("Starcoder2", build, links)
+FAMILY = llama.family("Starcoder2", build, layer_links)

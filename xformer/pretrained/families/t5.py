@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from xformer.layers import (
     AttentionConfig,
     BlockConfig,
-    EmbedConfig,
     FeedForwardConfig,
     NormConfig,
     RelativeConfig,
 )
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import ACTIVATIONS, Family, layers, rate
+from xformer.pretrained.family import ACTIVATIONS, Family, embedding, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder | LanguageModel:
+def build(c: Config, head: str) -> EncoderDecoder | LanguageModel:
     """Return the model of a configuration. In T5 1.1 the head is tied only if the file has none."""
     config, dropout = block(c), rate(c, "dropout_rate", 0.1)
     c.ignore("n_positions", "classifier_dropout")
-    embed = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1, default=32128),
-        width=config.d_model,
-        d_model=config.d_model,
-        positions="none",
-        dropout=dropout,
-    )
+    embed = embedding(c, config.d_model, 32128, dropout=dropout)
     buckets = {
         "n_buckets": c.integer("relative_attention_num_buckets", low=4, high=1 << 20, default=32),
         "max_distance": c.integer("relative_attention_max_distance", low=2, default=128),
@@ -44,7 +36,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
     if head == "encoder":
         options: Any = {"causal": False, "relative_bias": relative_bias, "head": None}
         return LanguageModel(embed, encoder, out_dropout=dropout, **options)
-    absent = ties if names is None else "lm_head.weight" not in names
+    absent = ties if c.tensors is None else "lm_head.weight" not in c.tensors
     top = LMHead(tied=scales or absent, scale=config.d_model**-0.5 if scales else 1.0)
     return EncoderDecoder(
         encoder=encoder,

@@ -8,8 +8,6 @@ of the layers. Sequences are vectors (B, T, D).
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.pretrained.config import Config
@@ -17,7 +15,7 @@ from xformer.pretrained.family import Family, layers, rate
 from xformer.pretrained.names import Links, fused, linear, norm
 
 
-def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder:
+def build(c: Config, head: str) -> EncoderDecoder:
     """Return the model of an `nn.Transformer`: encoder and decoder each have a final norm."""
     config = block(c)
     return EncoderDecoder(
@@ -28,7 +26,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
     )
 
 
-def build_encoder(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+def build_encoder(c: Config, head: str) -> LanguageModel:
     """Return the model of an `nn.TransformerEncoder` of `nn.TransformerEncoderLayer`s."""
     blocks = (block(c),) * layers(c, "num_layers")
     final_norm = c.flag("final_norm", default=False)
