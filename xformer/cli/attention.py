@@ -9,7 +9,7 @@ import numpy as np
 
 from xformer.cli.models import LoadedModel, opened, start_id
 from xformer.cli.parser import Parser
-from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
+from xformer.cli.paths import add_computation, add_model
 from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
 from xformer.generation import generate, prefill
@@ -40,15 +40,12 @@ def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer attention`."""
     add = parser.add_argument
     add("text", help="the text; for an encoder-decoder, the source text")
-    add("--model", metavar="PATH", type=nonempty, required=True, help=MODEL)
-    add("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
+    add_model(add)
     add("--layer", type=int, metavar="N", help="layer number, from 0 (default: the last layer)")
     add("--kind", choices=KINDS, help="attention of an encoder-decoder (default: cross)")
     target = "target text of an encoder-decoder (default: the text that the model generates)"
     add("--target", metavar="TEXT", help=target)
-    add("--backend", default="numpy", **BACKEND)
-    add("--device", help=DEVICE)
-    add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
+    add_computation(add)
     add_out(parser, "attention.png")
 
 

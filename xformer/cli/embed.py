@@ -10,11 +10,13 @@ import numpy as np
 
 from xformer.cli.models import opened
 from xformer.cli.parser import Parser
-from xformer.cli.texts import add_options, printed, shown, texts_of, watched
+from xformer.cli.texts import add_options, given, printed, shown, texts_of, watched
 from xformer.sentences import embed, settings, similarity, similarity_name
 from xformer.sentences.embed import POOLINGS
 
 MOST = 20  # texts in a table
+# Options that override the model's settings.
+GIVEN = ("pooling", "normalize", "max_len", "prompt", "truncate_dim")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -46,19 +48,15 @@ def run(args: argparse.Namespace) -> int:
     texts = texts_of(args)
     if len(texts) > MOST and not args.json:
         raise ValueError(f"a table shows at most {MOST} texts, got {len(texts)}: add --json")
-    options = settings(args.model, prompt_name=args.prompt_name)._asdict()
-    for name in ("pooling", "normalize", "max_len", "prompt", "truncate_dim"):
-        if getattr(args, name) is not None:
-            options[name] = getattr(args, name)
+    options = settings(args.model, prompt_name=args.prompt_name)._asdict() | given(args, *GIVEN)
+    options["batch_size"] = args.batch
     if args.json:
         options["finished"] = printed(
             lambda i, row: json.dumps({"text": texts[i], "embedding": numbers(row)})
         )
     with watched("embedding", len(texts), prints=args.json) as progress:
         model, params, tokenizer, *_ = opened(args)
-        vectors = embed(
-            model, params, tokenizer, texts, batch_size=args.batch, **options, **progress
-        )
+        vectors = embed(model, params, tokenizer, texts, **options, **progress)
     if not args.json:
         print(table(texts, similarity(vectors, name=similarity_name(args.model))))
     return 0

@@ -16,11 +16,12 @@ from xformer import backends, finetune, training
 from xformer.backends import Backend
 from xformer.base import tree
 from xformer.cli import config_file, finetune_options
+from xformer.cli.finetune_options import FinetuneOptions
 from xformer.cli.models import is_own, kernels_of, opened
 from xformer.cli.multiprocess import description, optimiser_of, together
 from xformer.cli.parser import Parser
 from xformer.cli.progress import Bar, each
-from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
+from xformer.cli.run_options import ABOUT_ENDS, add_options, config_of, dashed, how_to_resume, kept
 from xformer.cli.texts import watched
 from xformer.cli.train import STOPPING, folder_of, parts
 from xformer.distributed.world import World
@@ -36,7 +37,6 @@ from xformer.training.log import LOG, rows
 from xformer.training.loop import is_stale, require_shares
 from xformer.training.run import require_alike
 
-EVERY = 100  # least number of steps between validations by default; there are at most four
 LINES = 10  # lines of progress if stderr is no terminal
 SHOWN = 60  # most characters of a text in the suggested command
 # Task -> the command that uses its model, by folder and fields of a record. masked has none. printf
@@ -80,18 +80,18 @@ class Best(NamedTuple):
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer finetune`."""
     parser.description = f"Fields of a .jsonl file that each task reads:\n{_fields()}"
-    finetune_options.add_options(parser)
+    add_options(parser, FinetuneOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, or resume a run, and save the model with the lowest validation loss."""
     with together() as world:
-        options = finetune_options.settled(args, EVERY)
+        options = finetune_options.settled(args)
         with kernels_of(options.backend):  # a resumed run has stored its backend
             return _run(options, world)
 
 
-def _run(options: argparse.Namespace, world: World) -> int:
+def _run(options: FinetuneOptions, world: World) -> int:
     job, first = _job(options)
     optimiser = optimiser_of(job.config, options, world)
     # It may raise, before a folder is made.
@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace, world: World) -> int:
         base=options.model,
         every=options.checkpoint_every,
         keep=options.keep_checkpoints,
-        notes=finetune_options.kept(options),
+        notes=kept(finetune_options.with_paths(options)),
         free=ABOUT_ENDS,
         world=world,
     )
@@ -121,7 +121,8 @@ def _run(options: argparse.Namespace, world: World) -> int:
     try:
         with run:
             state = run.begin(state, options.resume_step)
-            long_names = finetune_options.by_long_name(run.notes, options.model)
+            notes = run.notes | {"model": str(Path(options.model).absolute())}
+            long_names = {dashed(name): value for name, value in notes.items()}
             world.first(lambda: config_file.write(folder, "finetune", long_names))
             begun = state.step
             job = job._replace(params=state.params)  # if resumed, the first ones are not needed
@@ -151,9 +152,11 @@ def _run(options: argparse.Namespace, world: World) -> int:
     return 0
 
 
-def _job(options: argparse.Namespace) -> tuple[Job, Record]:
+def _job(options: FinetuneOptions) -> tuple[Job, Record]:
     """The job of the options, and the first text. ValueError if an option or a text is unusable."""
-    config = finetune_options.config_of(options)
+    config = config_of(
+        options, betas=(0.9, 0.999) if options.optimiser in ("adam", "adamw") else None
+    )
     path = Path(options.model)
     if options.resume is not None and not path.exists():
         raise FileNotFoundError(
@@ -165,7 +168,7 @@ def _job(options: argparse.Namespace) -> tuple[Job, Record]:
             f"{path} was written by xformer train, which trains it further: {command} "
             f"--data {shlex.quote(options.data)}"
         )
-    if options.task is None:
+    if not options.task:
         options.task = finetune.suited(options.data, options.model)
         print(f"task: {options.task}")
     records = finetune.read(options.data, finetune.TASKS[options.task].fields)
@@ -267,7 +270,7 @@ def _conclude(job: Job, folder: Path, state: State, best: Best, before: float | 
     print(f"to resume: {how_to_resume('finetune', folder, state, job.config)}")
 
 
-def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, Any, Any, bool]:
+def _opened(args: FinetuneOptions, records: Sequence[Record]) -> tuple[Any, Any, Any, bool]:
     """The model, its parameters, its tokenizer, and whether its head is new."""
     words: Any  # a tokenizer with more methods than `Codec`
     model, params, words, *_ = opened(args)
@@ -283,7 +286,7 @@ def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, A
     return *new, words, True
 
 
-def _task(args: argparse.Namespace, model: Any, words: Any, is_new: bool) -> Task:
+def _task(args: FinetuneOptions, model: Any, words: Any, is_new: bool) -> Task:
     """The task of the options, with the settings of the model's folder. is_new: its head is new."""
     options: dict[str, Any] = {}
     if args.task == "contrastive" and Path(args.model).is_dir():
@@ -297,7 +300,7 @@ def _task(args: argparse.Namespace, model: Any, words: Any, is_new: bool) -> Tas
     return finetune.task(args.task, model, words, args.max_len, **options)
 
 
-def _chosen(args: argparse.Namespace, params: Any, is_new: bool) -> Any:
+def _chosen(args: FinetuneOptions, params: Any, is_new: bool) -> Any:
     """The parameters with adapters and frozen leaves as the options say. A new head is trained."""
     patterns = tuple(args.train)
     if args.lora is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,8 +38,8 @@ class LoadedModel(NamedTuple):
         return [*ids, end] if self.ends and end is not None else ids
 
 
-def opened(args: argparse.Namespace) -> LoadedModel:
-    """Load the model by --model, --tokenizer, --backend, --device and --dtype.
+def opened(args: Any) -> LoadedModel:
+    """Load the model by the options `model`, `tokenizer`, `backend`, `device` and `dtype`.
 
     OSError or ValueError if a file is missing or damaged.
     """

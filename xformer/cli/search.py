@@ -16,7 +16,7 @@ from xformer.cli.models import opened
 from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.cli.progress import progress
-from xformer.cli.texts import add_options, shown, texts_of, watched
+from xformer.cli.texts import add_options, given, shown, texts_of, watched
 from xformer.sentences import (
     Hit,
     Index,
@@ -103,10 +103,7 @@ def _store(index: Index, path: Path) -> None:
 def _options(args: argparse.Namespace, prompt_name: str | None) -> dict[str, Any]:
     """The options of `embed`, with a prompt."""
     options = settings(args.model, prompt_name=prompt_name)._asdict()
-    for name in ("max_len", "truncate_dim"):
-        if getattr(args, name) is not None:
-            options[name] = getattr(args, name)
-    return options
+    return options | given(args, "max_len", "truncate_dim")
 
 
 def _updated(

@@ -15,7 +15,7 @@ from xformer.cli.models import is_own
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.dispatch.shapes import FLOATING
-from xformer.inspection.summary import Part, Summary, context, summary
+from xformer.inspection.summary import LENGTH, Part, Summary, context, summary
 from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.models import EncoderDecoder
 from xformer.pretrained import files
@@ -27,19 +27,19 @@ Row = tuple[str, ...]
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer summary`."""
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        type=nonempty,
-        required=True,
-        help=MODEL,
-    )
-    parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
-    length = "tokens of a sequence (default: 1024, or the context length if that is less)"
-    parser.add_argument("--seq-len", type=int, help=length)
-    parser.add_argument("--dtype", default="float32", choices=FLOATING, help="default: float32")
+    add_sizes(parser)
     parser.add_argument("--verbose", action="store_true", help="show the name of every parameter")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add --model, the sizes of its input, --dtype and --json."""
+    add = parser.add_argument
+    add("--model", metavar="PATH", type=nonempty, required=True, help=MODEL)
+    add("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
+    length = f"tokens of a sequence (default: {LENGTH}, or the context length if that is less)"
+    add("--seq-len", type=int, help=length)
+    add("--dtype", default="float32", choices=FLOATING, help="default: float32")
+    add("--json", action="store_true", help="print one JSON object, for programs")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from xformer import backends
 from xformer.base.choices import require_one_of
 from xformer.cli.models import LoadedModel, enable_float64, opened, start_id
 from xformer.cli.parser import Parser
-from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
+from xformer.cli.paths import MODEL, TOKENIZER, add_computation, nonempty
 from xformer.cli.texts import shown
 from xformer.cli.train_options import PRESETS
 from xformer.dispatch import reference_only
@@ -54,9 +54,7 @@ def add_arguments(parser: Parser) -> None:
     add("--values", action="store_true", help=extremes)
     fast = "run the backend's kernels (default: the references, which the formulas describe)"
     add("--kernels", action="store_true", help=fast)
-    add("--backend", default="numpy", **BACKEND)
-    add("--device", help=DEVICE)
-    add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
+    add_computation(add)
     add("--json", action="store_true", help="print one JSON object, for programs")
 
 

@@ -24,8 +24,16 @@ from xformer.cli.models import kernels_of, opened
 from xformer.cli.multiprocess import description, optimiser_of, together
 from xformer.cli.parser import Parser
 from xformer.cli.progress import EVERY, WIDTH, Bar
-from xformer.cli.run_options import ABOUT_ENDS, command_of, how_to_resume
+from xformer.cli.run_options import (
+    ABOUT_ENDS,
+    RunOptions,
+    add_options,
+    command_of,
+    how_to_resume,
+    kept,
+)
 from xformer.cli.train_job import Job, job_of
+from xformer.cli.train_options import TrainOptions
 from xformer.distributed.world import World
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
@@ -46,7 +54,8 @@ STOPPING = "\nstopping after this step; press Ctrl-C again to stop at once\n"
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer train`."""
-    train_options.add_options(parser)
+    parser.after = train_options.presets
+    add_options(parser, TrainOptions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             return _run(options, world)
 
 
-def _run(options: argparse.Namespace, world: World) -> int:
+def _run(options: TrainOptions, world: World) -> int:
     job = job_of(options)
     about = {
         "model": train_from.about_of(job.model),
@@ -73,7 +82,7 @@ def _run(options: argparse.Namespace, world: World) -> int:
     require_alike(world, job.backend, told, options.checkpoint_every)
     folder = folder_of(options, world)
     noted: dict[str, Any] = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
-    noted["notes"] = train_options.OPTIONS.kept(options)
+    noted["notes"] = kept(options)
     noted["free"] = ABOUT_ENDS
     with Run(folder, job.backend, about, model=job.model, world=world, **noted) as run:
         words = job.corpus.vocabulary
@@ -85,7 +94,7 @@ def _run(options: argparse.Namespace, world: World) -> int:
     return 0
 
 
-def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
+def _begun(job: Job, run: Run, options: TrainOptions) -> State:
     """The state to start or resume from. Prints the data, the model and the device."""
     world = run.world
     if options.origin is None or world.first(lambda: bool(checkpoints(run.folder))):
@@ -115,7 +124,7 @@ def _measured(job: Job, state: State, world: World) -> float:
     return mean_loss
 
 
-def _introduce(job: Job, state: State, options: argparse.Namespace, world: World) -> None:
+def _introduce(job: Job, state: State, options: TrainOptions, world: World) -> None:
     unit = job.unit
     counts = [len(part) for part in job.corpus[:2]]
     sizes = [size(n) if unit == "byte" else f"{n:,} {unit}s" for n in counts]
@@ -131,7 +140,7 @@ def _introduce(job: Job, state: State, options: argparse.Namespace, world: World
         print(f"resuming after step {state.step}", flush=True)
 
 
-def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> State:
+def _train(job: Job, run: Run, state: State, options: TrainOptions) -> State:
     """Train and return the last state. Ctrl-C ends training early."""
     n_steps, is_first = job.config.steps, run.world.rank == 0
     if state.step == n_steps or is_stale(state, job.config):
@@ -160,8 +169,8 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
             if last is not None:
                 shown.append(f"perplexity {perplexity(last):,.2f}")
             bar.show(step.step, f"{step.step}/{n_steps}", shown)
-            samples = is_first and options.sample_every is not None
-            if samples and step.step % options.sample_every == 0:
+            every = options.sample_every if is_first else None
+            if every is not None and step.step % every == 0:
                 with tqdm.external_write_mode():
                     print(f"--- step {step.step}")
                     _sample(job, state.averaged, max_new_tokens=100)
@@ -171,9 +180,7 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
     return state
 
 
-def _reporting(
-    run: Run, options: argparse.Namespace
-) -> AbstractContextManager[Callable[[Step], None]]:
+def _reporting(run: Run, options: TrainOptions) -> AbstractContextManager[Callable[[Step], None]]:
     """A context of a function that shows a step on the dashboard of --log-to."""
     if options.log_to == "none" or run.world.rank:
         return nullcontext(lambda step: None)
@@ -221,7 +228,7 @@ def _in_other_units(loss: float, unit: str) -> str:
     return f"perplexity {perplexity(loss):,.2f}{bits}"
 
 
-def _conclude(job: Job, state: State, folder: Path, options: argparse.Namespace) -> None:
+def _conclude(job: Job, state: State, folder: Path, options: TrainOptions) -> None:
     """Print the validation loss, how to resume, and a sample of the saved model."""
     print(f"saved to {folder} after {state.step} steps, {state.seconds:.0f} s")
     if state.best_step:
@@ -250,14 +257,14 @@ def _sample(job: Job, params: Any, max_new_tokens: int) -> None:
     )
 
 
-def folder_of(options: argparse.Namespace, world: World, name: str = "gpt") -> Path:
+def folder_of(options: RunOptions, world: World, name: str = "gpt") -> Path:
     """The folder of the run: of --resume, else a new one, which process 0 makes (`new_folder`).
 
     The folder of --auto-resume may exist: `Run` refuses one with other files.
     """
     if options.resume:
         return Path(options.resume)
-    if options.auto_resume:
+    if options.auto_resume and options.out:
         return Path(options.out)
     made: Path = world.first(lambda: new_folder(options.out, name))
     return made

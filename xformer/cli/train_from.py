@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xformer import pretrained
 from xformer.cli.models import opened, vocabulary_of
@@ -21,6 +21,9 @@ from xformer.models import LanguageModel, LMHead
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.training import Subwords, Vocabulary, checkpoint, load_vocabulary
 from xformer.training.run import RUN, is_begun, read_run
+
+if TYPE_CHECKING:
+    from xformer.cli.train_options import TrainOptions  # which imports this module
 
 LR = 5e-5  # default for a pretrained model, as in xformer finetune
 
@@ -97,13 +100,13 @@ def usual(path: str) -> Usual:
     return Usual(options, math.inf if most is None else most)
 
 
-def origin(options: argparse.Namespace) -> Origin:
+def origin(options: TrainOptions) -> Origin:
     """The model and vocabulary of --from; of the run itself if it is resumed.
 
     ValueError if the run's description of its model is damaged.
     """
     if options.resume is None:
-        return origin_of(options.origin)
+        return origin_of(str(options.origin))
     try:
         model = _noted(read_run(options.resume)["about"]["model"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -111,7 +114,7 @@ def origin(options: argparse.Namespace) -> Origin:
     try:
         words = load_vocabulary(options.resume)
     except FileNotFoundError:  # the run stopped before the vocabulary was saved
-        words = origin_of(options.origin).vocabulary
+        words = origin_of(str(options.origin)).vocabulary
     return Origin(model, words)
 
 
@@ -131,18 +134,18 @@ def name_of(model: Any) -> str:
     return "GPT" if model.hf_config is None else str(model.hf_config["architectures"][0])
 
 
-def first_params(options: argparse.Namespace) -> Any:
+def first_params(options: TrainOptions) -> Any:
     """The parameters of the model of --from."""
-    return opened(in_folder(options.origin, options)).params
+    return opened(in_folder(str(options.origin), options)).params
 
 
-def in_folder(folder: str | os.PathLike[str], options: argparse.Namespace) -> argparse.Namespace:
+def in_folder(folder: str | os.PathLike[str], options: TrainOptions) -> argparse.Namespace:
     """The arguments of `opened` for the model in `folder`, on the run's backend."""
     where = {name: getattr(options, name) for name in ("backend", "device", "dtype")}
     return argparse.Namespace(model=str(folder), tokenizer=None, **where)
 
 
-def save_vocabulary(words: Vocabulary, options: argparse.Namespace, folder: Path) -> None:
+def save_vocabulary(words: Vocabulary, options: TrainOptions, folder: Path) -> None:
     """Write the vocabulary into `folder`; copy all tokenizer files of a pretrained model.
 
     The files of a run that has not begun are removed first.
