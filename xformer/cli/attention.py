@@ -72,9 +72,10 @@ def run(args: argparse.Namespace) -> int:
     layer = len(layers) - 1 if args.layer is None else args.layer
     if not 0 <= layer < len(layers):
         raise ValueError(f"--layer must lie in [0, {len(layers)}), got {layer}")
-    queries, keys = (
-        [name_of(loaded.tokenizer, i) for i in ids or ()] for ids in _on_axes(kind, read)
-    )
+    own = read.target if kind == "decoder" else read.tokens
+    # A row of cross-attention is labelled with the token that the decoder generates at it.
+    axes = (read.written, read.tokens) if kind == "cross" else (own, own)
+    queries, keys = ([name_of(loaded.tokenizer, i) for i in ids or ()] for ids in axes)
     title = f"{NAMES[kind]}, layer {layer} (of 0 to {len(layers) - 1})"
     labels = ("token written", "token of the source") if kind == "cross" else LABELS
     figure = attention_picture(layers[layer][0], queries, keys, title=title, labels=labels)
@@ -82,17 +83,6 @@ def run(args: argparse.Namespace) -> int:
     if is_pair and args.target is None:
         print(f"target: {shown(loaded.tokenizer.decode(read.written))}")
     return 0
-
-
-def _on_axes(kind: str, read: Read) -> tuple[list[int] | None, list[int] | None]:
-    """The ids that label the rows and the columns.
-
-    In cross-attention a row is labelled with the token that the decoder generates at it.
-    """
-    if kind == "cross":
-        return read.written, read.tokens
-    ids = read.target if kind == "decoder" else read.tokens
-    return ids, ids
 
 
 def _read(args: argparse.Namespace, loaded: LoadedModel, is_pair: bool) -> Read:

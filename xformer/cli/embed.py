@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,24 +24,21 @@ def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer embed`."""
     parser.description = "Print the similarities of texts, or their embeddings with --json."
     add_options(parser)
-    what = f"{', '.join(POOLINGS)} (default: the model's setting)"
-    parser.add_argument("--pooling", choices=POOLINGS, metavar="NAME", help=what)
-    parser.add_argument(
-        "--normalize",
-        action=argparse.BooleanOptionalAction,
-        help="scale embeddings to length 1 (default: the model's setting)",
-    )
-    add_prompts(parser)
-    what = "cut embeddings to N numbers, before they are scaled"
-    parser.add_argument("--truncate-dim", type=int, metavar="N", help=what)
-
-
-def add_prompts(parser: argparse.ArgumentParser) -> None:
-    """Add the options --prompt-name and --prompt, of which one may be given."""
+    add_pooling(parser.add_argument)
     add = parser.add_mutually_exclusive_group().add_argument
     what = "a prompt of the model before each text, such as query (default: the model's setting)"
     add("--prompt-name", metavar="NAME", help=what)
     add("--prompt", metavar="TEXT", help="a text before each text, such as an instruction")
+    what = "cut embeddings to N numbers, before they are scaled"
+    parser.add_argument("--truncate-dim", type=int, metavar="N", help=what)
+
+
+def add_pooling(add: Callable[..., Any]) -> None:
+    """Add --pooling and --normalize by `add`, the method of a parser or of a group."""
+    what = f"{', '.join(POOLINGS)} (default: the model's setting)"
+    add("--pooling", choices=POOLINGS, metavar="NAME", help=what)
+    what = "scale embeddings to length 1 (default: the model's setting)"
+    add("--normalize", action=argparse.BooleanOptionalAction, help=what)
 
 
 def run(args: argparse.Namespace) -> int:

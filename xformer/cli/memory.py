@@ -12,7 +12,8 @@ from typing import Any
 
 from xformer.base.printing import size
 from xformer.cli.parser import Parser
-from xformer.cli.summary import Row, add_sizes, inspected, table
+from xformer.cli.summary import add_sizes, inspected
+from xformer.cli.table import Row, table
 from xformer.dispatch.checks import require_memory
 from xformer.inspection.ledger import Ledger, ledger, measured_peak
 from xformer.inspection.summary import LENGTH, context, ranges
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(data(result) | options | {"measured": measured}, indent=2))
         return 0
     rows = [("memory", "", f"{args.dtype}, batch {args.batch:,}, length {length:,}")]
-    print(table(iter([*rows, *accounts(result, args.optimiser, measured)]), right=(1,)))
+    print(table([*rows, *accounts(result, args.optimiser, measured)], right=(1,)))
     return 0
 
 

@@ -35,8 +35,10 @@ def add_options(parser: argparse.ArgumentParser, text: str = "text", row: str = 
 def texts_of(args: argparse.Namespace) -> list[str]:
     """The texts of the command line, then the lines of --file. ValueError if there is no text."""
     texts: list[str] = []
+    if "-" in args.text and sys.stdin is None:
+        raise ValueError("- reads standard input, but that is closed")
     for text in args.text:
-        texts += _lines(_standard_input(), "standard input") if text == "-" else [text]
+        texts += _lines(sys.stdin.buffer.read(), "standard input") if text == "-" else [text]
     if args.file is not None:
         texts += _lines(Path(args.file).read_bytes(), args.file)
     if not texts:
@@ -98,12 +100,6 @@ def shown(text: str, width: int = 60) -> str:
     """`text` on one line of at most `width` characters, without control characters."""
     line = "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= width else line[: width - 3] + "..."
-
-
-def _standard_input() -> bytes:
-    if sys.stdin is None:
-        raise ValueError("- reads standard input, but that is closed")
-    return sys.stdin.buffer.read()
 
 
 def _lines(data: bytes, where: str) -> list[str]:

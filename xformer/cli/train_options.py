@@ -21,7 +21,7 @@ from xformer.cli.run_options import (
     in_training,
     stored_and_given,
 )
-from xformer.cli.summary import Row, table
+from xformer.cli.table import Row, table
 from xformer.dispatch.checks import finite, require_sizes
 from xformer.dispatch.shapes import STORED
 from xformer.generation import Bytes
@@ -165,8 +165,7 @@ def presets() -> str:
         gpt = GPT(Bytes.size, preset.layers, preset.d_model, preset.heads, preset.max_len)
         n_params = sum(map(math.prod, shapes_of(gpt).values()))
         rows.append((name, *map(str, preset), f"{n_params:,}"))
-    numbers = range(1, len(HEADS))
-    return f"presets, with the parameters for bytes as tokens:\n{table(iter(rows), numbers)}"
+    return f"presets, with the parameters for bytes as tokens:\n{table(rows)}"
 
 
 def settled(args: argparse.Namespace) -> TrainOptions:
