@@ -17,7 +17,7 @@ import pytest
 
 import xformer
 from xformer import backends, training
-from xformer.cli import main, train
+from xformer.cli import main, steps, train
 from xformer.cli.run_options import stored
 from xformer.cli.train_options import TrainOptions
 
@@ -37,7 +37,7 @@ def text(tmp_path: Path) -> Path:
 def test_train_then_generate(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "EVERY", 0.0)  # seconds between lines
+    monkeypatch.setattr(steps, "EVERY", 0.0)  # seconds between lines
     command = ["train", "--preset", "tiny", "--steps", "12", "--data", str(text)]
     assert main(command) == 0
     out = capsys.readouterr().out

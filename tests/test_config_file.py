@@ -109,7 +109,7 @@ def test_a_fine_tuned_model_is_made_again(capsys: pytest.CaptureFixture[str]) ->
     assert files[0] == files[1]
     for line, message in (
         ('targets = "*.q"', "c.toml: targets must be a list of strings, got '*.q'"),
-        ("targets = [1]", "c.toml: targets must be a string, got 1"),
+        ("targets = [1]", "c.toml: targets must be a list of strings, got [1]"),
         ("sample-every = 3", "c.toml: sample-every is no option of xformer finetune"),
     ):
         capsys.readouterr()

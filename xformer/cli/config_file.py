@@ -88,7 +88,7 @@ def write(folder: Path, command: str, options: Mapping[str, Any]) -> None:
         if value is None or value == () or value == []:
             continue
         line = f"{name} = {_toml(value)}"
-        if not _is_utf8(line):  # TOML is; paths may not be
+        if line.encode(errors="ignore").decode() != line:  # TOML is UTF-8; paths may not be
             line = f"# {name} is not UTF-8; give it on the command line: {value!a}"
         lines.append(line)
     with replacing(folder / CONFIG) as (part,):
@@ -110,11 +110,3 @@ def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

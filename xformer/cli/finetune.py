@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,24 +19,23 @@ from xformer.cli.finetune_options import FinetuneOptions
 from xformer.cli.models import is_own, kernels_of, opened
 from xformer.cli.multiprocess import description, optimiser_of, together
 from xformer.cli.parser import Parser
-from xformer.cli.progress import Bar, each
+from xformer.cli.progress import each
 from xformer.cli.run_options import ABOUT_ENDS, add_options, config_of, dashed, how_to_resume, kept
+from xformer.cli.steps import say_why, shown
 from xformer.cli.texts import watched
-from xformer.cli.train import STOPPING, folder_of, parts
+from xformer.cli.train import folder_of
 from xformer.distributed.world import World
 from xformer.finetune import Record, Task, TrainConfig, lora, peft
 from xformer.finetune.loop import about_of
 from xformer.finetune.saving import ADAPTER
-from xformer.optim import Optimiser
 from xformer.pretrained.convert import as_llama
 from xformer.sentences import rank_settings, settings
-from xformer.training import Diverged, Run, State, Step, interruptible
+from xformer.training import Diverged, State, Step
 from xformer.training.checkpoint import WEIGHTS
 from xformer.training.log import LOG, rows
-from xformer.training.loop import is_stale, require_shares
+from xformer.training.loop import require_shares
 from xformer.training.run import require_alike
 
-LINES = 10  # lines of progress if stderr is no terminal
 SHOWN = 60  # most characters of a text in the suggested command
 # Task -> the command that uses its model, by folder and fields of a record. masked has none. printf
 # writes the tab of a pair, since a shell would complete one that is pasted.
@@ -79,7 +77,9 @@ class Best(NamedTuple):
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer finetune`."""
-    parser.description = f"Fields of a .jsonl file that each task reads:\n{_fields()}"
+    width, kinds = max(map(len, finetune.TASKS)), finetune.TASKS.items()
+    rows = [f"  {name:{width}}  {', '.join(kind.fields)}" for name, kind in kinds]
+    parser.description = "\n".join(["Fields of a .jsonl file that each task reads:", *rows])
     add_options(parser, FinetuneOptions)
 
 
@@ -101,16 +101,9 @@ def _run(options: FinetuneOptions, world: World) -> int:
         told = about_of(*job) | {"shard_optimiser": options.shard_optimiser}
         require_alike(world, job.backend, told, options.checkpoint_every)
     folder = folder_of(options, world, "finetuned")
-    run = finetune.run(
-        folder,
-        *job,
-        base=options.model,
-        every=options.checkpoint_every,
-        keep=options.keep_checkpoints,
-        notes=kept(finetune_options.with_paths(options)),
-        free=ABOUT_ENDS,
-        world=world,
-    )
+    noted: Any = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
+    noted |= {"notes": kept(finetune_options.with_paths(options)), "free": ABOUT_ENDS}
+    run = finetune.run(folder, *job, base=options.model, world=world, **noted)
     model, words = job.task.model, job.task.tokenizer
 
     def save(params: Any) -> None:
@@ -129,8 +122,12 @@ def _run(options: FinetuneOptions, world: World) -> int:
             _introduce(job, begun, world)
             if not begun:
                 before = _measured(job, state.params, world)
-            for after in _states(job, run, state, optimiser):
-                state = after
+            begun_at, n_steps = (state.step, state.seconds), job.config.steps
+            settings: Any = {"optimiser": optimiser, "donate": True, "world": world}
+            steps = finetune.train(*job._replace(params=state), **settings)
+            steps = _noted(steps, folder, state.best_step)
+            for step in shown(steps, run, n_steps, begun_at, lambda s: _in_words(s.measures)):
+                state = step.state
             best = _best(job, state, save, world)
     except KeyboardInterrupt:  # pressed twice; if in an update, some parameters are updated
         if state.step == begun or world.size > 1:
@@ -138,9 +135,7 @@ def _run(options: FinetuneOptions, world: World) -> int:
         best = Best(state.best, state.best_step)
         if not best.step:
             save(state.params)
-    if state.step < job.config.steps:
-        why = "validation has not improved" if is_stale(state, job.config) else "stopped early"
-        print(f"{why}, after step {state.step}", file=sys.stderr)
+    say_why(state, job.config)
     if world.rank == 0:
         _conclude(job, folder, state, best, before)
     if options.task in USES:
@@ -181,32 +176,6 @@ def _job(options: FinetuneOptions) -> tuple[Job, Record]:
     validation = finetune.examples(task, read(held_out)) if held_out else []
     params = _chosen(options, params, is_new)
     return Job(task, params, examples, config, backend, validation), records[0]
-
-
-def _states(job: Job, run: Run, state: State, optimiser: Optimiser) -> Iterator[State]:
-    """Run the steps, yield the state after each, and show progress. Ctrl-C ends it."""
-    n_steps = job.config.steps
-    hidden = not sys.stderr.isatty()
-    name = f"{state.step}/{n_steps}"
-    message = STOPPING if run.world.rank == 0 else ""
-    with (
-        closing(Bar(n_steps, state.step, name, disable=hidden)) as bar,
-        interruptible(message) as stopping,
-    ):
-        last: float | None = None  # validation loss
-        measured: list[str] = []  # with it
-        best_step = state.best_step
-        settings: Any = {"optimiser": optimiser, "donate": True, "world": run.world}
-        steps = finetune.train(*job._replace(params=state), **settings)
-        del state  # or the first one would stay in memory
-        for step in run.record(_noted(steps, run.folder, best_step), stopping):
-            last = last if step.validation is None else step.validation
-            measured = measured if step.measures is None else _in_words(step.measures)
-            shown = [*parts(step, n_steps, last), *measured]
-            bar.show(step.step, f"{step.step}/{n_steps}", shown)
-            if hidden:
-                _report(step, n_steps)
-            yield step.state
 
 
 def _noted(steps: Iterator[Step], folder: Path, best_step: int) -> Iterator[Step]:
@@ -341,17 +310,3 @@ def _measured(job: Job, params: Any, world: World) -> float | None:
     with watched("validating", len(job.held_out)) as options:
         options |= {"batch_size": job.config.batch_size, "seed": job.config.seed, "world": world}
         return finetune.evaluate(job.task, params, job.held_out, job.backend, **options)
-
-
-def _report(step: Step, n_steps: int) -> None:
-    if step.validation is not None or step.step % max(1, n_steps // LINES) == 0:
-        validation = "" if step.validation is None else f"  validation {step.validation:.3f}"
-        validation += "".join(f"  {text}" for text in _in_words(step.measures))
-        rate = step.tokens / step.seconds
-        print(f"step {step.step}/{n_steps}  loss {step.loss:.3f}{validation}  {rate:,.0f} tokens/s")
-
-
-def _fields() -> str:
-    width = max(map(len, finetune.TASKS))
-    kinds = finetune.TASKS.items()
-    return "\n".join(f"  {name:{width}}  {', '.join(kind.fields)}" for name, kind in kinds)

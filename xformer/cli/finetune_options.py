@@ -35,10 +35,7 @@ class FinetuneOptions(RunOptions):
     command = "finetune"
 
     data: PathName = in_text(
-        None,
-        "a .jsonl, .json, .csv or .tsv file, or a text file with one text a line",
-        free=True,
-        metavar="FILE",
+        None, "a .jsonl, .json, .csv or .tsv file, or a text file with one text a line", free=True
     )
     task: str = in_text(
         None,

@@ -9,7 +9,7 @@ import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from xformer.base.choices import near_path
 from xformer.cli.paths import BACKEND, DEVICE, nonempty
@@ -37,22 +37,16 @@ class Flag(argparse.BooleanOptionalAction):
         return self.option_strings[0]
 
 
-class Kind(NamedTuple):
-    """What the annotation of a field, without None, says of an option."""
-
-    type: type
-    words: str  # what messages call it
-    arguments: dict[str, Any]  # of `add_argument`
-
-
-PathName = str
-KINDS = {
-    "bool": Kind(bool, "true or false", {"action": Flag}),
-    "int": Kind(int, "an integer", {"type": int, "metavar": "N"}),
-    "float": Kind(float, "a number", {"type": float, "metavar": "X"}),
-    "str": Kind(str, "a string", {}),
-    "PathName": Kind(str, "a string", {"type": nonempty, "metavar": "PATH"}),
-    "tuple[str, ...]": Kind(tuple, "a list of strings", {"nargs": "+", "metavar": "PATTERN"}),
+PathName = str  # of a file or a folder
+# Annotation of a field, without None -> type of its values, how messages call this type, arguments
+# of `add_argument`.
+KINDS: dict[str, tuple[type, str, dict[str, Any]]] = {
+    "bool": (bool, "true or false", {"action": Flag}),
+    "int": (int, "an integer", {"type": int, "metavar": "N"}),
+    "float": (float, "a number", {"type": float, "metavar": "X"}),
+    "str": (str, "a string", {}),
+    "PathName": (str, "a string", {"type": nonempty, "metavar": "PATH"}),
+    "tuple[str, ...]": (tuple, "a list of strings", {"nargs": "+", "metavar": "PATTERN"}),
 }
 
 
@@ -75,7 +69,7 @@ def option(
     free: whether the option may differ when a run is resumed: it does not change what is computed
     least: the least integer
     stored: whether a run stores the option
-    arguments: of `add_argument`, beside those of the field's `Kind`
+    arguments: of `add_argument`, beside those in `KINDS`
     """
     if usual is None and default is not None and not isinstance(default, bool | tuple):
         usual = f"{default:g}" if isinstance(default, float) else str(default)
@@ -111,9 +105,7 @@ class RunOptions:
     warmup: int | None = in_training(50, "steps of linear warmup")
     optimiser: str = in_training("adamw", choices=OPTIMISERS)
     shard_optimiser: bool = in_training(
-        False,
-        "each of several processes keeps a part of the optimiser's state: the same numbers",
-        free=True,
+        False, "each process keeps a part of the optimiser's state: the same numbers", free=True
     )
     weight_decay: float | None = in_training(
         None, "applied to weight matrices", "0.1; 0 for adam and sgd"
@@ -164,7 +156,7 @@ def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
     fields = dataclasses.fields(command)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for field in sorted(fields, key=lambda field: GROUPS.index(field.metadata["group"])):
-        settings: dict[str, Any] = {"dest": field.name, "default": None} | _kind(field).arguments
+        settings: dict[str, Any] = {"dest": field.name, "default": None} | _kind(field)[2]
         settings |= field.metadata["arguments"]
         groups[field.metadata["group"]].add_argument(f"--{dashed(field.name)}", **settings)
 
@@ -174,27 +166,25 @@ def checked(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
 
     Integers are numbers; None is a value if it is the default.
     """
-    kind = _kind(field)
+    kind, words, arguments = _kind(field)
     choices = field.metadata["arguments"].get("choices")
     if value is None and field.default is None:
         return None
-    if kind.type is float and type(value) is int and abs(value) < 1 << 1023:
+    if kind is float and type(value) is int and abs(value) < 1 << 1023:
         value = float(value)
-    if kind.type is tuple and isinstance(value, list):
-        if others := [item for item in value if not isinstance(item, str)]:
-            raise ValueError(f"{where} must be a string, got {others[0]!r:.60}")
+    if kind is tuple and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return tuple(value)
-    if type(value) is not kind.type:
-        raise ValueError(f"{where} must be {kind.words}, got {value!r:.60}")
+    if type(value) is not kind:
+        raise ValueError(f"{where} must be {words}, got {value!r:.60}")
     if choices is not None and value not in choices:
         raise ValueError(f"{where} must be one of {', '.join(choices)}, got {value!r:.60}")
     try:
-        return kind.arguments.get("type", kind.type)(value)
+        return arguments.get("type", kind)(value)
     except argparse.ArgumentTypeError as error:  # of `nonempty`
         raise ValueError(f"{where} {error}") from error
 
 
-def _kind(field: dataclasses.Field[Any]) -> Kind:
+def _kind(field: dataclasses.Field[Any]) -> tuple[type, str, dict[str, Any]]:
     return KINDS[str(field.type).removesuffix(" | None")]
 
 

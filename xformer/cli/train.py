@@ -7,10 +7,9 @@ import dataclasses
 import math
 import os
 import shlex
-import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from xformer.cli.generate import write
 from xformer.cli.models import kernels_of, opened
 from xformer.cli.multiprocess import description, optimiser_of, together
 from xformer.cli.parser import Parser
-from xformer.cli.progress import EVERY, WIDTH, Bar
+from xformer.cli.progress import WIDTH
 from xformer.cli.run_options import (
     ABOUT_ENDS,
     RunOptions,
@@ -32,13 +31,14 @@ from xformer.cli.run_options import (
     how_to_resume,
     kept,
 )
+from xformer.cli.steps import say_why, shown
 from xformer.cli.train_job import Job, job_of
 from xformer.cli.train_options import TrainOptions
 from xformer.distributed.world import World
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
 from xformer.initializers import fixup
-from xformer.training import Run, State, Step, dashboard, evaluate, interruptible, start, train
+from xformer.training import Run, State, Step, dashboard, evaluate, start, train
 from xformer.training.loop import is_stale, require_shares
 from xformer.training.run import checkpoints, is_free, require_alike
 
@@ -49,7 +49,6 @@ WRAPPED: Any = {
     "break_on_hyphens": False,
 }
 SAMPLE = 300  # tokens that a run prints at its end
-STOPPING = "\nstopping after this step; press Ctrl-C again to stop at once\n"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -72,18 +71,14 @@ def _run(options: TrainOptions, world: World) -> int:
         "model": train_from.about_of(job.model),
         "training": dataclasses.asdict(job.config),
         "dtype": options.dtype,
-        "data": {
-            "training": job.source.fingerprint(),
-            "validation": job.validation.fingerprint(),
-        },
+        "data": {"training": job.source.fingerprint(), "validation": job.validation.fingerprint()},
     }
     require_shares(job.config, world, job.loss)
     told = about | {"shard_optimiser": options.shard_optimiser}
     require_alike(world, job.backend, told, options.checkpoint_every)
     folder = folder_of(options, world)
-    noted: dict[str, Any] = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
-    noted["notes"] = kept(options)
-    noted["free"] = ABOUT_ENDS
+    noted: Any = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
+    noted |= {"notes": kept(options), "free": ABOUT_ENDS}
     with Run(folder, job.backend, about, model=job.model, world=world, **noted) as run:
         words = job.corpus.vocabulary
         world.first(lambda: train_from.save_vocabulary(words, options, folder))
@@ -102,7 +97,7 @@ def _begun(job: Job, run: Run, options: TrainOptions) -> State:
         if options.init == "fixup":
             params = fixup(params, n_branches=2 * len(job.model.blocks))
     else:
-        params = train_from.first_params(options)
+        params = opened(train_from.in_folder(str(options.origin), options)).params
     optimiser = optimiser_of(job.config, options, world)
     state = run.begin(start(params, job.config, optimiser, job.loss), options.resume_step)
     long_names = train_options.by_long_name(run.notes)
@@ -142,42 +137,29 @@ def _introduce(job: Job, state: State, options: TrainOptions, world: World) -> N
 
 def _train(job: Job, run: Run, state: State, options: TrainOptions) -> State:
     """Train and return the last state. Ctrl-C ends training early."""
-    n_steps, is_first = job.config.steps, run.world.rank == 0
-    if state.step == n_steps or is_stale(state, job.config):
+    if state.step == job.config.steps or is_stale(state, job.config):
         return state
-    in_lines = not sys.stderr.isatty()
-    last: float | None = None  # validation loss
-    printed_at = state.seconds
-    with (
-        _reporting(run, options) as report,
-        closing(Bar(n_steps, state.step, f"{state.step}/{n_steps}", disable=in_lines)) as bar,
-        interruptible(STOPPING if is_first else "") as stopping,
-    ):
-        settings: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
-        settings |= {"compiled": options.compile, "world": run.world}
-        settings["optimiser"] = optimiser_of(job.config, options, run.world)
-        steps = train(job.loss, state, job.source, job.config, job.backend, donate=True, **settings)
-        for step in run.record(steps, stopping):
+    settings: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
+    settings |= {"compiled": options.compile, "world": run.world}
+    settings["optimiser"] = optimiser_of(job.config, options, run.world)
+    steps = train(job.loss, state, job.source, job.config, job.backend, donate=True, **settings)
+    begun = (state.step, state.seconds)
+    every = None if run.world.rank else options.sample_every
+    with _reporting(run, options) as report:
+        for step in shown(steps, run, job.config.steps, begun, _perplexity):
             state = step.state
             report(step)
-            is_validated = step.validation is not None
-            last = step.validation if is_validated else last
-            if in_lines and (is_validated or step.seconds - printed_at >= EVERY):
-                print(_line(step, n_steps, last), flush=True)
-                printed_at = step.seconds
-            shown = parts(step, n_steps, last)
-            if last is not None:
-                shown.append(f"perplexity {perplexity(last):,.2f}")
-            bar.show(step.step, f"{step.step}/{n_steps}", shown)
-            every = options.sample_every if is_first else None
             if every is not None and step.step % every == 0:
                 with tqdm.external_write_mode():
                     print(f"--- step {step.step}")
                     _sample(job, state.averaged, max_new_tokens=100)
-    if state.step < n_steps:
-        why = "validation has not improved" if is_stale(state, job.config) else "stopped early"
-        print(f"{why}, after step {state.step}", file=sys.stderr)
+    say_why(state, job.config)
     return state
+
+
+def _perplexity(step: Step) -> list[str]:
+    assert step.validation is not None  # it is the step of a validation
+    return [f"perplexity {perplexity(step.validation):,.2f}"]
 
 
 def _reporting(run: Run, options: TrainOptions) -> AbstractContextManager[Callable[[Step], None]]:
@@ -187,31 +169,6 @@ def _reporting(run: Run, options: TrainOptions) -> AbstractContextManager[Callab
     notes = train_options.by_long_name(run.notes)
     again = options.resume_step is not None
     return dashboard(options.log_to, run.folder, notes, again=again)
-
-
-def _line(step: Step, n_steps: int, validation: float | None) -> str:
-    """A line of progress. validation: the last validation loss."""
-    shown = "-" if validation is None else f"{validation:.3f}"
-    return (
-        f"step {step.step}/{n_steps}  loss {step.loss:.3f}  validation {shown}  "
-        f"{_rate(step):,.0f} tokens/s  {_left(step, n_steps):.0f} s left"
-    )
-
-
-def parts(step: Step, n_steps: int, validation: float | None) -> list[str]:
-    """What is shown behind the bar, the most important first. validation: as of `_line`."""
-    shown = [f"loss {step.loss:.3f}", f"{tqdm.format_interval(_left(step, n_steps))} left"]
-    if validation is not None:
-        shown.append(f"validation {validation:.3f}")
-    return [*shown, f"{_rate(step):,.0f} tokens/s"]
-
-
-def _rate(step: Step) -> float:
-    return step.tokens / step.seconds
-
-
-def _left(step: Step, n_steps: int) -> float:
-    return step.seconds / step.step * (n_steps - step.step)
 
 
 def perplexity(loss: float) -> float:

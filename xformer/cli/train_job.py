@@ -87,13 +87,9 @@ def job_of(options: TrainOptions) -> Job:
     config = config_of(options)
     origin = None if options.origin is None else train_from.origin(options)
     words = _words(options) if origin is None else origin.vocabulary
-    memory = options.memory if origin is None else origin.model.memory_len
-    sizes = (options.layers, options.d_model, options.heads, options.max_len)
-    model: Any = None if origin is None else origin.model
-    if origin is None:
-        names = ("positions", "position_mode", "norm_placement", "residual_scale", "reversible")
-        chosen: Any = {name: getattr(options, name) for name in (*names, "dropout")}
-        model = GPT(1, *sizes, memory_len=memory, **chosen)  # refuses sizes before text is read
+    # A GPT of one token refuses sizes before text is read.
+    model = _gpt(options, 1) if origin is None else origin.model
+    memory = model.memory_len
     if options.backend in backends.WITH_NUMPY:
         _require_memory(model, options)
     with progress() as report:
@@ -102,7 +98,7 @@ def job_of(options: TrainOptions) -> Job:
         # Raises for damaged tokens, before a folder is made.
         baseline = unigram_loss(corpus, report)
     if origin is None:
-        model = GPT(corpus.vocabulary.size, *sizes, memory_len=memory, **chosen)
+        model = _gpt(options, corpus.vocabulary.size)
     require_reducible("--precision", model, options.precision)
     prompt = PROMPT
     if options.data is not None:
@@ -112,6 +108,13 @@ def job_of(options: TrainOptions) -> Job:
     held_out = Held(list(validation.held_out(config.eval_batches)))
     fields = (model, loss, corpus, source, validation, held_out, config)
     return Job(*fields, backend, prompt, baseline)
+
+
+def _gpt(options: TrainOptions, vocab_size: int) -> LanguageModel:
+    sizes = (options.layers, options.d_model, options.heads, options.max_len)
+    names = ("positions", "position_mode", "norm_placement", "residual_scale", "reversible")
+    chosen: Any = {name: getattr(options, name) for name in (*names, "dropout")}
+    return GPT(vocab_size, *sizes, memory_len=options.memory, **chosen)
 
 
 def _require_memory(model: Any, options: TrainOptions) -> None:

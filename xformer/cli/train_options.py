@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer.cli import train_from
 from xformer.cli.run_options import (
     PathName,
     RunOptions,
@@ -22,7 +21,8 @@ from xformer.cli.run_options import (
     stored_and_given,
 )
 from xformer.cli.table import Row, table
-from xformer.dispatch.checks import finite, require_sizes
+from xformer.cli.train_from import LR, OWN, defaults_from
+from xformer.dispatch.checks import require_sizes
 from xformer.dispatch.shapes import STORED
 from xformer.generation import Bytes
 from xformer.layers.block import NORMS
@@ -49,12 +49,6 @@ PRESETS = {
     "medium": Preset(6, 384, 6, 256, 12, 3000, 1e-3),
 }
 HEADS = ("preset", "layers", "width", "heads", "context", "batch", "steps", "peak lr", "parameters")
-# Options that the model of --from fixes.
-OWN = (
-    *("tokenizer", "layers", "d_model", "heads", "dropout"),
-    *("positions", "position_mode", "memory", "norm_placement", "residual_scale", "init"),
-    "reversible",
-)
 SMALL = PRESETS["small"]
 
 
@@ -111,14 +105,10 @@ class TrainOptions(RunOptions):
     )
 
     activation_checkpointing: bool = in_computation(
-        False,
-        "recompute activations in backward: the same numbers with less memory, slower",
-        free=True,
+        False, "recompute activations in backward: same numbers, less memory, slower", free=True
     )
     precision: str | None = in_computation(
-        None,
-        "round weights and activations to this dtype, on cupy; parameters stay float32",
-        choices=STORED,
+        None, "dtype of weights and activations, on cupy; parameters stay float32", choices=STORED
     )
     deterministic: bool = in_computation(
         False,
@@ -134,9 +124,7 @@ class TrainOptions(RunOptions):
     )
     batch: int = in_training(SMALL.batch, "sequences in a batch", by_preset("batch"))
     lr: float = in_training(
-        SMALL.lr,
-        "peak learning rate",
-        f"{by_preset('lr')}; with --from a pretrained model {train_from.LR}",
+        SMALL.lr, "peak learning rate", f"{by_preset('lr')}; with --from a pretrained model {LR}"
     )
     ema: float | None = in_training(
         None, "also keep an exponential moving average of the weights with this decay"
@@ -151,10 +139,7 @@ class TrainOptions(RunOptions):
         None, "steps between samples of the model, which are printed", "none", free=True, least=1
     )
     log_to: str = in_run(
-        "none",
-        "also show the numbers of the log in TensorBoard or Weights & Biases",
-        free=True,
-        choices=("none", *MODULES),
+        "none", "also log to TensorBoard or Weights & Biases", free=True, choices=("none", *MODULES)
     )
 
 
@@ -179,15 +164,13 @@ def settled(args: argparse.Namespace) -> TrainOptions:
             before = {name: before[name] for name in before if name not in Preset._fields}
         origin = given.get("origin", before.get("origin"))
         if origin is not None:
-            before = _of_origin(origin, given) | before
+            before = defaults_from(origin, given) | before
     sizes = PRESETS[(before | given).get("preset", "small")]._asdict()
     options = TrainOptions(**sizes | before | given)
     if options.precision is not None and options.dtype != "float32":
         raise ValueError(f"--precision needs --dtype float32, got {options.dtype}")
     if options.init == "fixup" and options.norm_placement != "none":
         raise ValueError(f"--init fixup needs --norm-placement none, got {options.norm_placement}")
-    if options.residual_scale is not None:
-        finite("train", "--residual-scale", options.residual_scale)
     if options.positions == "xl":
         options.memory = options.max_len if options.memory is None else options.memory
         require_sizes("train", 0, **{"--memory": options.memory})
@@ -205,17 +188,3 @@ def by_long_name(notes: Mapping[str, Any]) -> dict[str, Any]:
     """The options in a run's notes that a new run needs to be the same, by their long names."""
     fixed = () if notes["origin"] is None else OWN
     return {dashed(name): value for name, value in notes.items() if name not in fixed}
-
-
-def _of_origin(folder: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The defaults by the model of --from. ValueError for given options that the model fixes."""
-    for name in OWN:
-        if name in given:
-            raise ValueError(f"--{dashed(name)} excludes --from: the model in {folder} fixes it")
-    usual = train_from.usual(folder)
-    if given.get("max_len", 0) > usual.most:
-        raise ValueError(
-            f"--max-len must be at most {usual.most}, the context of the model in {folder}, "
-            f"got {given['max_len']}"
-        )
-    return usual.options
