@@ -22,7 +22,7 @@ from libraries import LIBRARIES, ON_DEMAND, STAND_IN, header, opened
 from xformer import backends, kernels, layers, models, ops, optim
 from xformer.backends import Backend
 from xformer.backends.numpy.threads import n_threads
-from xformer.cli import progress, train
+from xformer.cli import progress, steps, train
 
 for package in (layers, models, ops, optim):  # tests go over `dispatch.ops()`: those defined so far
     for file in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -36,7 +36,7 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 
 # What a command prints when some seconds have passed depends on the machine's other work. Tests of
 # it set these.
-progress.PATIENCE = train.EVERY = math.inf
+progress.PATIENCE = steps.EVERY = math.inf
 train.SAMPLE = 20  # a long one takes longer than a short run
 
 if importlib.util.find_spec("jax"):

@@ -202,10 +202,10 @@ def command(fault: str, *argv: str) -> int:
     Variables: PIDS, a folder for the id of each rank's process. HOLD, the step that process 0
     waits after, for Ctrl-C or the file GO. PATIENCE, the seconds in which all may fail alike.
     """
-    from xformer.cli import main, train
+    from xformer.cli import main, steps, train
     from xformer.training import loss, run, windows
 
-    train.EVERY, train.SAMPLE = math.inf, 20  # the same lines, however long it takes
+    steps.EVERY, train.SAMPLE = math.inf, 20  # the same lines, however long it takes
     rank = os.environ.get("PMI_RANK", "0")
     if pids := os.environ.get("PIDS"):
         Path(pids, rank).write_text(str(os.getpid()))

@@ -18,6 +18,7 @@ from runs import rows
 
 from xformer.cli import config_file, main, train, train_options
 from xformer.cli.config_file import CONFIG
+from xformer.cli.train_options import TrainOptions
 
 FILE = """
 data = "fox.txt"
@@ -44,9 +45,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+def settled(monkeypatch: pytest.MonkeyPatch) -> list[TrainOptions]:
     """The options of the commands, which do nothing else."""
-    found: list[argparse.Namespace] = []
+    found: list[TrainOptions] = []
 
     def kept(args: argparse.Namespace) -> int:
         found.append(train_options.settled(args))
@@ -107,9 +108,8 @@ def test_a_fine_tuned_model_is_made_again(capsys: pytest.CaptureFixture[str]) ->
     files = [Path(folder, CONFIG).read_text() for folder in ("a", "b")]
     assert files[0] == files[1]
     for line, message in (
-        ("targets = []", "c.toml: targets must be a list of strings, got []"),
         ('targets = "*.q"', "c.toml: targets must be a list of strings, got '*.q'"),
-        ("targets = [1]", "c.toml: targets must be a string, got 1"),
+        ("targets = [1]", "c.toml: targets must be a list of strings, got [1]"),
         ("sample-every = 3", "c.toml: sample-every is no option of xformer finetune"),
     ):
         capsys.readouterr()
@@ -131,7 +131,7 @@ def test_a_longer_run_has_its_new_length() -> None:
     assert rows(Path("a")) == rows(Path("b")) and len(rows(Path("a"))) == 6
 
 
-def test_the_command_line_wins(settled: list[argparse.Namespace]) -> None:
+def test_the_command_line_wins(settled: list[TrainOptions]) -> None:
     for options in (
         ["--config", "c.toml", "--steps", "7", "--batch=5"],
         ["--steps", "7", "--batch", "5", "--config=c.toml"],
@@ -233,7 +233,7 @@ def test_mistakes_name_file_key_and_what_was_wanted(
     assert message in failing(capsys, "--config", "c.toml")
 
 
-def test_a_flag_of_the_file_is_overridden(settled: list[argparse.Namespace]) -> None:
+def test_a_flag_of_the_file_is_overridden(settled: list[TrainOptions]) -> None:
     flags = ("reversible", "activation-checkpointing", "deterministic", "compile")
     Path("c.toml").write_text(FILE + "".join(f"{name} = true\n" for name in flags))
     assert main(["train", "--config", "c.toml"]) == 0
@@ -263,15 +263,9 @@ def test_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     # The option of the command line is not blamed on the file.
     message = failing(capsys, "--config", "c.toml", "--accumulate", "-1")
     assert message.endswith("got -1; options are from c.toml")
-    for options, wanted in (
-        (["--conf", "c.toml"], "write --config in full, and once"),
-        (["--config", "fox.toml", "--config", "c.toml"], "write --config in full, and once"),
-        (["--config"], "expected one argument"),
-    ):
-        Path("fox.toml").write_text("")
-        with pytest.raises(SystemExit):
-            main(["train", *options])
-        assert f"argument --config: {wanted}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "--config"])
+    assert "argument --config: expected one argument" in capsys.readouterr().err
 
 
 def test_a_command_without_the_option() -> None:

@@ -21,8 +21,7 @@ from test_finetune import records
 from truths import published
 
 from xformer import finetune, pretrained, training, tree
-from xformer.cli import finetune as cli_finetune
-from xformer.cli import main
+from xformer.cli import finetune_options, main
 from xformer.pretrained.tokenizer import tokenizer
 
 # PEFT still asks transformers for something by its old name.
@@ -471,7 +470,7 @@ def test_the_best_model_is_kept(
 
     train = finetune.train
     monkeypatch.setattr(finetune, "train", steps)
-    monkeypatch.setattr(cli_finetune, "EVERY", 1)
+    monkeypatch.setattr(finetune_options, "EVERY", 1)
     monkeypatch.setattr("xformer.training.loop.evaluate", lambda *_, **__: next(losses))
     folder("causal")
     assert main(command("causal")) == 1

@@ -25,7 +25,10 @@ from tunings import CONFIG, DROPOUT, Tuning, require_alike
 
 from xformer import finetune, pretrained, training, tree
 from xformer.base import lock
-from xformer.cli import finetune_options, main, train_options
+from xformer.cli import main
+from xformer.cli.finetune_options import FinetuneOptions
+from xformer.cli.run_options import add_options
+from xformer.cli.train_options import TrainOptions
 from xformer.finetune import TrainConfig, lora
 from xformer.ops import RandomKey
 from xformer.training import Diverged
@@ -498,9 +501,9 @@ def test_help_texts_are_those_of_train(capsys: pytest.CaptureFixture[str]) -> No
     import argparse
 
     parsers = []
-    for add in (train_options.add_options, finetune_options.add_options):
+    for command in (TrainOptions, FinetuneOptions):
         parsers.append(argparse.ArgumentParser())
-        add(parsers[-1])
+        add_options(parsers[-1], command)
     train, tune = ({a.option_strings[0]: a for a in p._actions} for p in parsers)
     shared = [
         *("--warmup", "--accumulate", "--clip", "--weight-decay", "--checkpoint-every", "--resume"),

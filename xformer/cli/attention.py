@@ -9,7 +9,7 @@ import numpy as np
 
 from xformer.cli.models import LoadedModel, opened, start_id
 from xformer.cli.parser import Parser
-from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
+from xformer.cli.paths import add_computation, add_model
 from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
 from xformer.generation import generate, prefill
@@ -40,15 +40,12 @@ def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer attention`."""
     add = parser.add_argument
     add("text", help="the text; for an encoder-decoder, the source text")
-    add("--model", metavar="PATH", type=nonempty, required=True, help=MODEL)
-    add("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
+    add_model(add)
     add("--layer", type=int, metavar="N", help="layer number, from 0 (default: the last layer)")
     add("--kind", choices=KINDS, help="attention of an encoder-decoder (default: cross)")
     target = "target text of an encoder-decoder (default: the text that the model generates)"
     add("--target", metavar="TEXT", help=target)
-    add("--backend", default="numpy", **BACKEND)
-    add("--device", help=DEVICE)
-    add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
+    add_computation(add)
     add_out(parser, "attention.png")
 
 
@@ -75,9 +72,10 @@ def run(args: argparse.Namespace) -> int:
     layer = len(layers) - 1 if args.layer is None else args.layer
     if not 0 <= layer < len(layers):
         raise ValueError(f"--layer must lie in [0, {len(layers)}), got {layer}")
-    queries, keys = (
-        [name_of(loaded.tokenizer, i) for i in ids or ()] for ids in _on_axes(kind, read)
-    )
+    own = read.target if kind == "decoder" else read.tokens
+    # A row of cross-attention is labelled with the token that the decoder generates at it.
+    axes = (read.written, read.tokens) if kind == "cross" else (own, own)
+    queries, keys = ([name_of(loaded.tokenizer, i) for i in ids or ()] for ids in axes)
     title = f"{NAMES[kind]}, layer {layer} (of 0 to {len(layers) - 1})"
     labels = ("token written", "token of the source") if kind == "cross" else LABELS
     figure = attention_picture(layers[layer][0], queries, keys, title=title, labels=labels)
@@ -85,17 +83,6 @@ def run(args: argparse.Namespace) -> int:
     if is_pair and args.target is None:
         print(f"target: {shown(loaded.tokenizer.decode(read.written))}")
     return 0
-
-
-def _on_axes(kind: str, read: Read) -> tuple[list[int] | None, list[int] | None]:
-    """The ids that label the rows and the columns.
-
-    In cross-attention a row is labelled with the token that the decoder generates at it.
-    """
-    if kind == "cross":
-        return read.written, read.tokens
-    ids = read.target if kind == "decoder" else read.tokens
-    return ids, ids
 
 
 def _read(args: argparse.Namespace, loaded: LoadedModel, is_pair: bool) -> Read:

@@ -50,16 +50,9 @@ def run(args: argparse.Namespace) -> int:
     with watched("classifying", len(texts), prints=True) as progress:
         model, params, tokenizer, *_ = opened(args)
         names = labels(model)
-        classify(
-            model,
-            params,
-            tokenizer,
-            texts,
-            max_len=args.max_len,
-            batch_size=args.batch,
-            finished=printed(lines),
-            **progress,
-        )
+        options: Any = {"max_len": args.max_len, "batch_size": args.batch}
+        options |= {"finished": printed(lines), **progress}
+        classify(model, params, tokenizer, texts, **options)
     return 0
 
 

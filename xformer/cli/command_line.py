@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import xformer
-from xformer.cli import config_file
 from xformer.cli.errors import by_option, in_words, sizes_given
 from xformer.cli.output import end, notes, one_line, printing
 from xformer.cli.parser import Parser
@@ -80,15 +79,18 @@ def command_parser(asked: Collection[str] = tuple(COMMANDS)) -> tuple[Parser, Ma
 
 def _run(argv: Sequence[str] | None) -> int:
     usual, warnings.formatwarning = warnings.formatwarning, _warning
-    file: config_file.ConfigFile | None = None
+    file: Any = None  # of --config
     args = argparse.Namespace()
     try:
         words = sys.argv[1:] if argv is None else list(argv)
         _meet(words)
         asked = [word for word in words if word in COMMANDS][:1]
         parser, commands = command_parser(asked)
-        file = config_file.use(words, commands)
         args = parser.parse_args(words)
+        if getattr(args, "config", None) is not None:
+            from xformer.cli import config_file  # after parsing: this import takes long
+
+            file = config_file.use(args)
         with _kernels_of(args):
             status: int = args.run(args)
     except (ValueError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:

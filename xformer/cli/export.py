@@ -6,19 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from xformer import backends, export, pretrained
-from xformer.base import tree
+from xformer import export
 from xformer.base.printing import size
-from xformer.cli.models import is_own
+from xformer.cli.embed import add_pooling
+from xformer.cli.models import loaded
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
-from xformer.cli.progress import progress
 from xformer.dispatch.shapes import FLOATING
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.foreign import require_model
 from xformer.sentences import settings
-from xformer.sentences.embed import POOLINGS
-from xformer.training import checkpoint
 
 OF_EMBEDDINGS = ("pooling", "normalize")
 OF_STEPS = ("optimiser", "clip", "weight_decay", "dropout_seed")
@@ -40,13 +37,7 @@ def add_arguments(parser: Parser) -> None:
     add("--max-len", type=int, metavar="N", help=what)
     add = parser.add_argument_group("embeddings of texts, instead of logits").add_argument
     add("--embeddings", action="store_true", help="with the model's settings")
-    what = f"{', '.join(POOLINGS)} (default: the model's setting)"
-    add("--pooling", choices=POOLINGS, metavar="NAME", help=what)
-    add(
-        "--normalize",
-        action=argparse.BooleanOptionalAction,
-        help="scale embeddings to length 1 (default: the model's setting)",
-    )
+    add_pooling(add)
     add = parser.add_argument_group("a training step, instead of logits").add_argument
     add("--step", action="store_true", help="forward, backward, clipping and optimiser")
     add("--optimiser", choices=OPTIMISERS, help="default: adamw")
@@ -63,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     options: dict[str, Any] = {"sizes": _sizes(args.sizes), "max_len": args.max_len}
     if args.mask is not None:
         options["mask"] = args.mask
-    model, params = _opened(path, args.dtype)
+    model, params = loaded(path, "numpy", args.dtype)
     if args.step:
         if args.weight_decay is not None:
             options["options"] = {"weight_decay": args.weight_decay}
@@ -108,16 +99,6 @@ def _sizes(texts: list[str]) -> dict[str, int]:
             raise ValueError(f"--sizes must be NAME=N, such as batch=1, got {text!r}")
         sizes[name] = int(n)
     return sizes
-
-
-def _opened(path: Path, dtype: str) -> tuple[Any, Any]:
-    """The model and its parameters, on NumPy. No tokenizer is needed."""
-    if is_own(path):
-        backend = backends.get("numpy")
-        model, params = checkpoint.load(path, backend)
-        return model, tree.map(lambda a: backend.asarray(a, dtype), params)
-    with progress() as report:
-        return pretrained.load(path, "numpy", dtype, progress=report)
 
 
 def _print(what: str, types: dict[str, str]) -> None:

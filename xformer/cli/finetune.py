@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,28 +15,27 @@ from xformer import backends, finetune, training
 from xformer.backends import Backend
 from xformer.base import tree
 from xformer.cli import config_file, finetune_options
+from xformer.cli.finetune_options import FinetuneOptions
 from xformer.cli.models import is_own, kernels_of, opened
 from xformer.cli.multiprocess import description, optimiser_of, together
 from xformer.cli.parser import Parser
-from xformer.cli.progress import Bar, each
-from xformer.cli.run_options import ABOUT_ENDS, how_to_resume
+from xformer.cli.progress import each
+from xformer.cli.run_options import ABOUT_ENDS, add_options, config_of, dashed, how_to_resume, kept
+from xformer.cli.steps import say_why, shown
 from xformer.cli.texts import watched
-from xformer.cli.train import STOPPING, folder_of, parts
+from xformer.cli.train import folder_of
 from xformer.distributed.world import World
 from xformer.finetune import Record, Task, TrainConfig, lora, peft
 from xformer.finetune.loop import about_of
 from xformer.finetune.saving import ADAPTER
-from xformer.optim import Optimiser
 from xformer.pretrained.convert import as_llama
 from xformer.sentences import rank_settings, settings
-from xformer.training import Diverged, Run, State, Step, interruptible
+from xformer.training import Diverged, State, Step
 from xformer.training.checkpoint import WEIGHTS
 from xformer.training.log import LOG, rows
-from xformer.training.loop import is_stale, require_shares
+from xformer.training.loop import require_shares
 from xformer.training.run import require_alike
 
-EVERY = 100  # least number of steps between validations by default; there are at most four
-LINES = 10  # lines of progress if stderr is no terminal
 SHOWN = 60  # most characters of a text in the suggested command
 # Task -> the command that uses its model, by folder and fields of a record. masked has none. printf
 # writes the tab of a pair, since a shell would complete one that is pasted.
@@ -79,19 +77,21 @@ class Best(NamedTuple):
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer finetune`."""
-    parser.description = f"Fields of a .jsonl file that each task reads:\n{_fields()}"
-    finetune_options.add_options(parser)
+    width, kinds = max(map(len, finetune.TASKS)), finetune.TASKS.items()
+    rows = [f"  {name:{width}}  {', '.join(kind.fields)}" for name, kind in kinds]
+    parser.description = "\n".join(["Fields of a .jsonl file that each task reads:", *rows])
+    add_options(parser, FinetuneOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, or resume a run, and save the model with the lowest validation loss."""
     with together() as world:
-        options = finetune_options.settled(args, EVERY)
+        options = finetune_options.settled(args)
         with kernels_of(options.backend):  # a resumed run has stored its backend
             return _run(options, world)
 
 
-def _run(options: argparse.Namespace, world: World) -> int:
+def _run(options: FinetuneOptions, world: World) -> int:
     job, first = _job(options)
     optimiser = optimiser_of(job.config, options, world)
     # It may raise, before a folder is made.
@@ -101,16 +101,9 @@ def _run(options: argparse.Namespace, world: World) -> int:
         told = about_of(*job) | {"shard_optimiser": options.shard_optimiser}
         require_alike(world, job.backend, told, options.checkpoint_every)
     folder = folder_of(options, world, "finetuned")
-    run = finetune.run(
-        folder,
-        *job,
-        base=options.model,
-        every=options.checkpoint_every,
-        keep=options.keep_checkpoints,
-        notes=finetune_options.kept(options),
-        free=ABOUT_ENDS,
-        world=world,
-    )
+    noted: Any = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
+    noted |= {"notes": kept(finetune_options.with_paths(options)), "free": ABOUT_ENDS}
+    run = finetune.run(folder, *job, base=options.model, world=world, **noted)
     model, words = job.task.model, job.task.tokenizer
 
     def save(params: Any) -> None:
@@ -121,15 +114,20 @@ def _run(options: argparse.Namespace, world: World) -> int:
     try:
         with run:
             state = run.begin(state, options.resume_step)
-            long_names = finetune_options.by_long_name(run.notes, options.model)
+            notes = run.notes | {"model": str(Path(options.model).absolute())}
+            long_names = {dashed(name): value for name, value in notes.items()}
             world.first(lambda: config_file.write(folder, "finetune", long_names))
             begun = state.step
             job = job._replace(params=state.params)  # if resumed, the first ones are not needed
             _introduce(job, begun, world)
             if not begun:
                 before = _measured(job, state.params, world)
-            for after in _states(job, run, state, optimiser):
-                state = after
+            begun_at, n_steps = (state.step, state.seconds), job.config.steps
+            settings: Any = {"optimiser": optimiser, "donate": True, "world": world}
+            steps = finetune.train(*job._replace(params=state), **settings)
+            steps = _noted(steps, folder, state.best_step)
+            for step in shown(steps, run, n_steps, begun_at, lambda s: _in_words(s.measures)):
+                state = step.state
             best = _best(job, state, save, world)
     except KeyboardInterrupt:  # pressed twice; if in an update, some parameters are updated
         if state.step == begun or world.size > 1:
@@ -137,9 +135,7 @@ def _run(options: argparse.Namespace, world: World) -> int:
         best = Best(state.best, state.best_step)
         if not best.step:
             save(state.params)
-    if state.step < job.config.steps:
-        why = "validation has not improved" if is_stale(state, job.config) else "stopped early"
-        print(f"{why}, after step {state.step}", file=sys.stderr)
+    say_why(state, job.config)
     if world.rank == 0:
         _conclude(job, folder, state, best, before)
     if options.task in USES:
@@ -151,9 +147,11 @@ def _run(options: argparse.Namespace, world: World) -> int:
     return 0
 
 
-def _job(options: argparse.Namespace) -> tuple[Job, Record]:
+def _job(options: FinetuneOptions) -> tuple[Job, Record]:
     """The job of the options, and the first text. ValueError if an option or a text is unusable."""
-    config = finetune_options.config_of(options)
+    config = config_of(
+        options, betas=(0.9, 0.999) if options.optimiser in ("adam", "adamw") else None
+    )
     path = Path(options.model)
     if options.resume is not None and not path.exists():
         raise FileNotFoundError(
@@ -165,7 +163,7 @@ def _job(options: argparse.Namespace) -> tuple[Job, Record]:
             f"{path} was written by xformer train, which trains it further: {command} "
             f"--data {shlex.quote(options.data)}"
         )
-    if options.task is None:
+    if not options.task:
         options.task = finetune.suited(options.data, options.model)
         print(f"task: {options.task}")
     records = finetune.read(options.data, finetune.TASKS[options.task].fields)
@@ -178,32 +176,6 @@ def _job(options: argparse.Namespace) -> tuple[Job, Record]:
     validation = finetune.examples(task, read(held_out)) if held_out else []
     params = _chosen(options, params, is_new)
     return Job(task, params, examples, config, backend, validation), records[0]
-
-
-def _states(job: Job, run: Run, state: State, optimiser: Optimiser) -> Iterator[State]:
-    """Run the steps, yield the state after each, and show progress. Ctrl-C ends it."""
-    n_steps = job.config.steps
-    hidden = not sys.stderr.isatty()
-    name = f"{state.step}/{n_steps}"
-    message = STOPPING if run.world.rank == 0 else ""
-    with (
-        closing(Bar(n_steps, state.step, name, disable=hidden)) as bar,
-        interruptible(message) as stopping,
-    ):
-        last: float | None = None  # validation loss
-        measured: list[str] = []  # with it
-        best_step = state.best_step
-        settings: Any = {"optimiser": optimiser, "donate": True, "world": run.world}
-        steps = finetune.train(*job._replace(params=state), **settings)
-        del state  # or the first one would stay in memory
-        for step in run.record(_noted(steps, run.folder, best_step), stopping):
-            last = last if step.validation is None else step.validation
-            measured = measured if step.measures is None else _in_words(step.measures)
-            shown = [*parts(step, n_steps, last), *measured]
-            bar.show(step.step, f"{step.step}/{n_steps}", shown)
-            if hidden:
-                _report(step, n_steps)
-            yield step.state
 
 
 def _noted(steps: Iterator[Step], folder: Path, best_step: int) -> Iterator[Step]:
@@ -267,7 +239,7 @@ def _conclude(job: Job, folder: Path, state: State, best: Best, before: float | 
     print(f"to resume: {how_to_resume('finetune', folder, state, job.config)}")
 
 
-def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, Any, Any, bool]:
+def _opened(args: FinetuneOptions, records: Sequence[Record]) -> tuple[Any, Any, Any, bool]:
     """The model, its parameters, its tokenizer, and whether its head is new."""
     words: Any  # a tokenizer with more methods than `Codec`
     model, params, words, *_ = opened(args)
@@ -283,7 +255,7 @@ def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, A
     return *new, words, True
 
 
-def _task(args: argparse.Namespace, model: Any, words: Any, is_new: bool) -> Task:
+def _task(args: FinetuneOptions, model: Any, words: Any, is_new: bool) -> Task:
     """The task of the options, with the settings of the model's folder. is_new: its head is new."""
     options: dict[str, Any] = {}
     if args.task == "contrastive" and Path(args.model).is_dir():
@@ -297,7 +269,7 @@ def _task(args: argparse.Namespace, model: Any, words: Any, is_new: bool) -> Tas
     return finetune.task(args.task, model, words, args.max_len, **options)
 
 
-def _chosen(args: argparse.Namespace, params: Any, is_new: bool) -> Any:
+def _chosen(args: FinetuneOptions, params: Any, is_new: bool) -> Any:
     """The parameters with adapters and frozen leaves as the options say. A new head is trained."""
     patterns = tuple(args.train)
     if args.lora is not None:
@@ -338,17 +310,3 @@ def _measured(job: Job, params: Any, world: World) -> float | None:
     with watched("validating", len(job.held_out)) as options:
         options |= {"batch_size": job.config.batch_size, "seed": job.config.seed, "world": world}
         return finetune.evaluate(job.task, params, job.held_out, job.backend, **options)
-
-
-def _report(step: Step, n_steps: int) -> None:
-    if step.validation is not None or step.step % max(1, n_steps // LINES) == 0:
-        validation = "" if step.validation is None else f"  validation {step.validation:.3f}"
-        validation += "".join(f"  {text}" for text in _in_words(step.measures))
-        rate = step.tokens / step.seconds
-        print(f"step {step.step}/{n_steps}  loss {step.loss:.3f}{validation}  {rate:,.0f} tokens/s")
-
-
-def _fields() -> str:
-    width = max(map(len, finetune.TASKS))
-    kinds = finetune.TASKS.items()
-    return "\n".join(f"  {name:{width}}  {', '.join(kind.fields)}" for name, kind in kinds)

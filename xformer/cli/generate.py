@@ -16,7 +16,7 @@ from xformer.base import tree
 from xformer.cli.models import LoadedModel, opened, start_id
 from xformer.cli.output import is_lost, visible
 from xformer.cli.parser import Parser
-from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
+from xformer.cli.paths import add_computation, add_model
 from xformer.cli.sampling import TEMPERATURE, Choice, announce, choice
 from xformer.dispatch.checks import require_id, require_memory, require_sizes
 from xformer.dispatch.shapes import STORED
@@ -38,14 +38,7 @@ def add_arguments(parser: Parser) -> None:
         "used are printed on stderr."
     )
     add = parser.add_argument
-    add(
-        "--model",
-        metavar="PATH",
-        type=nonempty,
-        required=True,
-        help=MODEL,
-    )
-    add("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
+    add_model(add)
     add("--prompt", required=True, help="text to continue; for an encoder-decoder, the source text")
     most = f"most new tokens (default: the model's setting, or {MAX_NEW}, within its context)"
     add("--max-new-tokens", type=int, metavar="N", help=most)
@@ -57,33 +50,23 @@ def add_arguments(parser: Parser) -> None:
     add("--min-p", type=float, metavar="P", help=least)
     add("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less")
     add("--beams", type=int, metavar="N", help="beam search with N beams, without sampling")
-    several = "generate N texts in one batch, each by other random numbers (default: 1); with "
-    several += "--beams, the N best"
+    several = (
+        "generate N texts, each by other random numbers (default: 1); with --beams, the N best"
+    )
     add("--num-samples", type=int, default=1, metavar="N", help=several)
     memory = "earlier tokens that are attended to, if the model has a memory (default: as trained)"
     add("--memory", type=int, metavar="N", help=memory)
     ends = "stop before this text; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=ends)
-    add(
-        "--stop-id",
-        action="append",
-        default=[],
-        type=int,
-        metavar="ID",
-        help="stop before this token, in addition to the model's stop tokens; may be repeated",
-    )
+    ends = "stop before this token, in addition to the model's stop tokens; may be repeated"
+    add("--stop-id", action="append", default=[], type=int, metavar="ID", help=ends)
     add("--seed", type=int, default=0, help="seed of sampling (default: 0)")
-    add(
-        "--stream",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="print the text as it is generated, not at the end (default: --stream)",
-    )
+    flag: Any = {"action": argparse.BooleanOptionalAction}
+    at_once = "print the text as it is generated, not at the end (default: --stream)"
+    add("--stream", **flag, default=True, help=at_once)
     compiled = "compile the decoding step if the backend can (default: on backend numba)"
-    add("--compile", action=argparse.BooleanOptionalAction, default=None, help=compiled)
-    add("--backend", default="numpy", **BACKEND)
-    add("--device", help=DEVICE)
-    add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
+    add("--compile", **flag, help=compiled)
+    add_computation(add)
     stored = "storage dtype of weights and KV cache, on backend cupy"
     add("--precision", choices=STORED, help=stored)
 
@@ -96,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     model = loaded.model
     require_writer("generate", model)
     settings = settings_of(model)
-    chosen, ends = choice(args, settings), _ends(args, loaded, model)
+    chosen, ends = choice(args, settings), _ends(args, loaded)
     prompt = loaded.prompt(args.prompt)
     is_target = isinstance(model, EncoderDecoder)
     first = start_id(loaded) if is_target else None
@@ -108,13 +91,12 @@ def run(args: argparse.Namespace) -> int:
     except TypeError as error:
         if args.precision is None:
             raise
-        raise ValueError(
-            f"--precision {args.precision} does not work for this model: {error}"
-        ) from error
+        what = f"--precision {args.precision} does not work for this model"
+        raise ValueError(f"{what}: {error}") from error
     read = time.perf_counter()
     new: list[int] = []
     before, hidden = () if is_target else prompt, hidden_ids(loaded.tokenizer, ends)
-    samples = _new_ids(args, loaded, model, text, chosen, settings, ends)
+    samples = _new_ids(args, loaded, text, chosen, settings, ends)
     announce(args, settings, chosen)
     for i, ids in enumerate(samples, start=1):
         if len(samples) > 1:
@@ -171,35 +153,33 @@ def write(pieces: Iterable[str], prompt: str) -> None:
     print()
 
 
-def _ends(args: argparse.Namespace, loaded: LoadedModel, model: Any) -> frozenset[int]:
+def _ends(args: argparse.Namespace, loaded: LoadedModel) -> frozenset[int]:
     """The ids that end the text: the model's stop tokens and --stop-id. ValueError for bad ids."""
     for i in args.stop_id:
-        require_id("--stop-id", n_tokens(model), id=i)
-    return ends_of(loaded.tokenizer, model).union(args.stop_id)
+        require_id("--stop-id", n_tokens(loaded.model), id=i)
+    return ends_of(loaded.tokenizer, loaded.model).union(args.stop_id)
 
 
 def _new_ids(
     args: argparse.Namespace,
     loaded: LoadedModel,
-    model: Any,
     text: PrefilledPrompt,
     chosen: Choice,
     settings: Settings,
     stops: frozenset[int],
 ) -> list[Iterator[int]]:
     """The ids of each sample as they are generated, with the one of `stops` that ends the text."""
-    max_new_tokens = _max_new(args, loaded, model, text, settings)
+    model = loaded.model
+    max_new_tokens = _max_new(args, loaded, text.width, settings)
     n, option = max((args.num_samples, "--num-samples"), (chosen.beams or 1, "--beams"))
     require_memory(f"the states of {option} {n}", n * tree.nbytes(text))
     ends = ends_of(loaded.tokenizer, model)
     filters = chosen.filters(constraints(settings, ends, text.width, max_new_tokens))
     if chosen.beams is None:
-        options: Any = {"sampler": filters, "seed": args.seed, "sliding_context": loaded.slides}
-        options["compiled"] = args.compile
+        options: Any = {"max_new_tokens": max_new_tokens, "stop": stops, "sampler": filters}
+        options |= {"seed": args.seed, "sliding_context": loaded.slides, "compiled": args.compile}
         text = text.rows((0,) * args.num_samples) if args.num_samples > 1 else text
-        steps = stream(
-            model, loaded.params, text, max_new_tokens=max_new_tokens, stop=stops, **options
-        )
+        steps = stream(model, loaded.params, text, **options)
         return [_column(rows, i) for i, rows in enumerate(tee(steps, args.num_samples))]
     if args.compile:
         warnings.warn("--compile: beam search is not compiled", RuntimeWarning, stacklevel=2)
@@ -217,26 +197,20 @@ def _column(steps: Iterable[list[int | None]], i: int) -> Iterator[int]:
         yield new
 
 
-def _max_new(
-    args: argparse.Namespace,
-    loaded: LoadedModel,
-    model: Any,
-    text: PrefilledPrompt,
-    settings: Settings,
-) -> int:
-    """The most tokens to generate. ValueError if the prompt already has `max_length` tokens."""
+def _max_new(args: argparse.Namespace, loaded: LoadedModel, width: int, settings: Settings) -> int:
+    """The most tokens to generate after `width` tokens. ValueError if they are `max_length`."""
     if args.max_new_tokens is not None:
         return int(args.max_new_tokens)
     most = MAX_NEW if settings.max_new_tokens is None else settings.max_new_tokens
     if settings.max_new_tokens is None and settings.max_length is not None:
-        most = settings.max_length - text.width
+        most = settings.max_length - width
         if most < 1:
             raise ValueError(
                 f"{settings.where}: max_length is {settings.max_length}, but the prompt has "
-                f"{text.width} tokens: give --max-new-tokens"
+                f"{width} tokens: give --max-new-tokens"
             )
-    fits = model.context is not None and not loaded.slides
-    return min(most, model.context - text.width + 1) if fits else most
+    context = None if loaded.slides else loaded.model.context
+    return most if context is None else min(most, context - width + 1)
 
 
 def _recorded(ids: Iterable[int], new: list[int], ends: Collection[int]) -> Iterator[int]:

@@ -21,9 +21,10 @@ from typing import Any
 from xformer import backends, dispatch
 from xformer.backends import Backend
 from xformer.cli import gradcheck_arrays, gradcheck_digits
-from xformer.cli.models import kernels_of
+from xformer.cli.models import enable_float64, kernels_of
 from xformer.cli.parser import Parser
 from xformer.cli.progress import each
+from xformer.cli.table import table
 from xformer.proofs.catalogue import Case, cases
 from xformer.proofs.gradcheck import Report, Row
 
@@ -33,35 +34,19 @@ IN_FLOAT32 = ("numba", "mkl")  # no compiled kernels for float64, which runs on 
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer gradcheck`."""
-    parser.add_argument(
-        "--backend",
-        nargs="+",
-        metavar="NAME",
-        help=f"one or more of {', '.join((REFERENCE, *backends.NAMES))} (default: all that work "
-        "here)",
-    )
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="check only cases with this in their name"
-    )
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="compare with derivatives on dual numbers, which have only rounding errors, on NumPy",
-    )
-    parser.add_argument(
-        "--digits",
-        type=int,
-        metavar="N",
-        help="compare with derivatives on dual numbers in N digits, such as 50, and show the "
-        "errors of float64 (extra digits)",
-    )
-    parser.add_argument(
-        "--arrays",
-        metavar="MODULE",
-        help="run everything on the arrays that `asarray` of a Python module makes, such as "
-        "array_api_strict, and compare with NumPy",
-    )
-    parser.add_argument("--verbose", action="store_true", help="show one row for each case")
+    add = parser.add_argument
+    what = f"one or more of {', '.join((REFERENCE, *backends.NAMES))} (default: all that work here)"
+    add("--backend", nargs="+", metavar="NAME", help=what)
+    add("--only", default="", metavar="TEXT", help="check only cases with this in their name")
+    dual = "compare with derivatives on dual numbers"
+    what = f"{dual}, which have only rounding errors, on NumPy"
+    add("--exact", action="store_true", help=what)
+    what = f"{dual} in N digits, such as 50, and show the errors of float64 (extra digits)"
+    add("--digits", type=int, metavar="N", help=what)
+    what = "run everything on the arrays that `asarray` of a Python module makes, such as "
+    what += "array_api_strict, and compare with NumPy"
+    add("--arrays", metavar="MODULE", help=what)
+    add("--verbose", action="store_true", help="show one row for each case")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
     names = args.backend or everywhere
     if args.exact and set(names) & set(IN_FLOAT32):
         raise ValueError(f"--exact needs float64, got --backend {' '.join(names)}")
-    libraries = {name: _usable(name) for name in names}
+    for name in names:
+        enable_float64(name, "float64")
+    libraries = {name: backends.get("numpy" if name == REFERENCE else name) for name in names}
     work = [(case, name) for case in chosen for name in libraries]
     reports = {}
     compiles = "; the first run compiles numba's kernels" if "numba" in names else ""
@@ -102,18 +89,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"\ncompiled kernels that ran, in float32: {', '.join(sorted(ran)) or 'none'}")
     print(f"\n{len(reports)} checks, {len(failed)} failed")
     return 1 if failed else 0
-
-
-def _usable(name: str) -> Backend:
-    """The backend, with float64 enabled. `backends.Unusable` if it does not work here."""
-    if name == REFERENCE:
-        return backends.get("numpy")
-    if name == "jax":
-        backends.get(name)  # raises if JAX is missing
-        from xformer.backends.jax import enable_float64
-
-        enable_float64()
-    return backends.get(name)
 
 
 def _check(case: Case, backend: Backend, *, exact: bool) -> Report:
@@ -167,9 +142,5 @@ def _table(reports: dict[tuple[Case, str], Report], names: list[str], *, by_case
     for (case, name), report in reports.items():
         row = worst.setdefault(case.name if by_case else case.subject, dict.fromkeys(names, 0.0))
         row[name] = max(row[name], report.worst)
-    width = max(map(len, worst))
-    lines = ["  ".join([" " * width, *names])]
-    for label, row in worst.items():
-        cells = [f"{row[name]:.0e}".rjust(len(name)) for name in names]
-        lines.append("  ".join([label.ljust(width), *cells]))
-    return "\n".join(lines)
+    rows = [(label, *(f"{row[name]:.0e}" for name in names)) for label, row in worst.items()]
+    return table([("", *names), *rows])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xformer.backends import Backend
 from xformer.cli.progress import each
+from xformer.cli.table import table
 from xformer.proofs.foreign import RTOL, Work, distance, foreign, missing, works
 
 
@@ -47,10 +48,9 @@ def _table(found: list[tuple[Work, float, str]], *, by_case: bool) -> str:
     rows: dict[str, list[tuple[float, str]]] = {}
     for work, error, why in found:
         rows.setdefault(work.name if by_case else work.subject, []).append((error, why))
-    width = max(map(len, rows))
-    lines = [f"{'':{width}}   passed    error"]
+    lines = [("", "passed", "error")]
     for label, results in rows.items():
         passed = [error for error, why in results if not why]
         worst = f"{max(passed):.0e}" if passed else "-"
-        lines.append(f"{label:{width}}  {len(passed):3} / {len(results):<3} {worst:>6}")
-    return "\n".join(lines)
+        lines.append((label, f"{len(passed)} / {len(results)}", worst))
+    return table(lines)

@@ -8,17 +8,18 @@ from collections.abc import Sequence
 
 from xformer.arrays.digits import require_digits
 from xformer.cli import progress
+from xformer.cli.table import Row, table
 from xformer.proofs.catalogue import Case
 from xformer.proofs.digits import CONSTANTS, Accuracy, Errors, accuracy
 
-HEAD = ("digits", "reference y", "gradients", "kernels y", "gradients")
+HEAD: Row = ("", "digits", "reference y", "gradients", "kernels y", "gradients")
 
 
 def run(cases: Sequence[Case], n: int, *, by_case: bool) -> int:
     """Print a table of digits and of errors in float64; return 1 if a gradient is wrong."""
     require_digits(n)
     found = [_measured(case, n) for case in progress.each(cases, f"gradcheck, {n} digits", "cases")]
-    print(table(found, by_case=by_case))
+    print(errors(found, by_case=by_case))
     subjects = dict.fromkeys(each.case.subject for each in found if each.ok and each.agreed < n)
     if subjects:
         print(f"\nfewer than {n} digits because of constants in float64:")
@@ -36,19 +37,16 @@ def worst(found: Sequence[Accuracy]) -> tuple[int, list[float]]:
     return min(each.agreed for each in found), [max(column) for column in errors]
 
 
-def table(found: Sequence[Accuracy], *, by_case: bool) -> str:
+def errors(found: Sequence[Accuracy], *, by_case: bool) -> str:
     """A row for each case or subject: digits that agree, and the largest errors of float64."""
     groups: dict[str, list[Accuracy]] = {}
     for each in found:
         groups.setdefault(each.case.name if by_case else each.case.subject, []).append(each)
-    width = max(map(len, groups))
-    lines = ["  ".join([" " * width, *HEAD])]
+    rows = [HEAD]
     for label, group in groups.items():
-        agreed, errors = worst(group)
-        cells = [str(agreed), *(f"{error:.1e}" for error in errors)]
-        aligned = (cell.rjust(len(head)) for cell, head in zip(cells, HEAD, strict=True))
-        lines.append("  ".join([label.ljust(width), *aligned]))
-    return "\n".join(lines)
+        agreed, greatest = worst(group)
+        rows.append((label, str(agreed), *(f"{error:.1e}" for error in greatest)))
+    return table(rows)
 
 
 def _measured(case: Case, n: int) -> Accuracy:

@@ -13,6 +13,7 @@ import warnings
 import xformer
 from xformer import backends
 from xformer.cli.parser import Parser
+from xformer.cli.table import table
 from xformer.distributed.world import INSTALL
 
 
@@ -32,10 +33,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             computes_in = ", ".join(backend.dtypes)
             rows.append((name, backend.version, backend.device_name(), computes_in))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        print("  ".join([*cells, row[3]]))
+    print(table(rows, right=()))
     for name in backends.names():
         for library, description in backends.beside(name).items():
             print(f"{name}, {library}: {description}")

@@ -12,10 +12,9 @@ from typing import Any
 
 from xformer.base.printing import size
 from xformer.cli.parser import Parser
-from xformer.cli.paths import MODEL, nonempty
-from xformer.cli.summary import Row, inspected, table
+from xformer.cli.summary import add_sizes, inspected
+from xformer.cli.table import Row, table
 from xformer.dispatch.checks import require_memory
-from xformer.dispatch.shapes import FLOATING
 from xformer.inspection.ledger import Ledger, ledger, measured_peak
 from xformer.inspection.summary import LENGTH, context, ranges
 from xformer.optim import OPTIMISERS
@@ -32,26 +31,12 @@ ABOUT = (
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer memory`."""
     parser.description = ABOUT
+    add_sizes(parser)
     add = parser.add_argument
-    add(
-        "--model",
-        metavar="PATH",
-        type=nonempty,
-        required=True,
-        help=MODEL,
-    )
-    add("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
-    length = f"tokens of a sequence (default: {LENGTH}, or the context length if that is less)"
-    add("--seq-len", type=int, help=length)
-    add("--dtype", default="float32", choices=FLOATING, help="default: float32")
     add("--optimiser", default="adamw", choices=OPTIMISERS, help="default: adamw")
-    add(
-        "--activation-checkpointing",
-        action="store_true",
-        help="save only the input of each layer and compute the rest again in backward",
-    )
+    less = "save only the input of each layer and compute the rest again in backward"
+    add("--activation-checkpointing", action="store_true", help=less)
     add("--measure", action="store_true", help="also train for a few steps on NumPy and measure")
-    add("--json", action="store_true", help="print one JSON object, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,12 +48,8 @@ def run(args: argparse.Namespace) -> int:
     what = f"activations of a layer, which runs, for --batch {args.batch} texts of {length} tokens"
     n_tokens = args.batch * length
     require_memory(what, 4 * n_tokens * model.blocks[0].d_model)
-    options: Any = {
-        "batch": args.batch,
-        "length": length,
-        "dtype": args.dtype,
-        "optimiser": args.optimiser,
-    }
+    options: Any = {name: getattr(args, name) for name in ("batch", "dtype", "optimiser")}
+    options["length"] = length
     result = ledger(model, **options)
     if args.measure:
         print("measuring: training for a few steps", file=sys.stderr, flush=True)
@@ -77,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(data(result) | options | {"measured": measured}, indent=2))
         return 0
     rows = [("memory", "", f"{args.dtype}, batch {args.batch:,}, length {length:,}")]
-    print(table(iter([*rows, *accounts(result, args.optimiser, measured)]), right=(1,)))
+    print(table([*rows, *accounts(result, args.optimiser, measured)], right=(1,)))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,8 +38,8 @@ class LoadedModel(NamedTuple):
         return [*ids, end] if self.ends and end is not None else ids
 
 
-def opened(args: argparse.Namespace) -> LoadedModel:
-    """Load the model by --model, --tokenizer, --backend, --device and --dtype.
+def opened(args: Any) -> LoadedModel:
+    """Load the model by the options `model`, `tokenizer`, `backend`, `device` and `dtype`.
 
     OSError or ValueError if a file is missing or damaged.
     """
@@ -52,17 +51,24 @@ def opened(args: argparse.Namespace) -> LoadedModel:
             raise ValueError(
                 f"--tokenizer: {path} was written by xformer train and has a tokenizer"
             )
-        return _trained(path, backends.get(args.backend, args.device), args.dtype)
+        return _trained(path, *loaded(path, args.backend, args.dtype, args.device))
     # A tokenizer is missing more often than a model, so it is opened first. Beside a .bin file
     # there may be several; then the size of the model's vocabulary decides.
     words: Codec | None = tokenizer(args.tokenizer) if args.tokenizer else None
     if words is None and path.is_dir():
         words = _tokenizer_in(path)
-    with progress() as report:
-        model, params = pretrained.load(
-            path, args.backend, args.dtype, args.device, progress=report
-        )
+    model, params = loaded(path, args.backend, args.dtype, args.device)
     return LoadedModel(model, params, words or _tokenizer_beside(path, model))
+
+
+def loaded(path: Path, backend: str, dtype: str, device: str | None = None) -> tuple[Any, Any]:
+    """The model in `path`, and its parameters on a backend. No tokenizer is needed."""
+    if not is_own(path):
+        with progress() as report:
+            return pretrained.load(path, backend, dtype, device, progress=report)
+    on = backends.get(backend, device)
+    model, params = checkpoint.load(path, on)
+    return model, tree.map(lambda a: on.asarray(on.to_numpy(a), dtype), params)
 
 
 def is_own(path: Path) -> bool:
@@ -73,9 +79,8 @@ def is_own(path: Path) -> bool:
     return str(read_json(config).get("format")).startswith(checkpoint.FORMAT_PREFIX)
 
 
-def _trained(path: Path, backend: backends.Backend, dtype: str) -> LoadedModel:
-    model: Any
-    model, params = checkpoint.load(path, backend)
+def _trained(path: Path, model: Any, params: Any) -> LoadedModel:
+    """A model of xformer train with its vocabulary. ValueError if their sizes differ."""
     words = vocabulary_of(path)
     is_pair = isinstance(model, EncoderDecoder)
     tables = (model.src_embed, model.target_embed) if is_pair else (model.embed,)
@@ -86,7 +91,6 @@ def _trained(path: Path, backend: backends.Backend, dtype: str) -> LoadedModel:
             f"{path}: the vocabulary must have {' and '.join(map(str, sizes))} tokens, like the "
             f"{type(model).__name__}, got {words.size}{what}"
         )
-    params = tree.map(lambda a: backend.asarray(backend.to_numpy(a), dtype), params)
     return LoadedModel(model, params, words, slides=not is_pair, ends=is_pair)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from threadpoolctl import threadpool_limits
 
 from xformer.backends.numpy.threads import n_threads
+from xformer.cli.run_options import RunOptions
 from xformer.distributed.world import World, world
 from xformer.optim import Optimiser, sharded
 from xformer.training import TrainConfig
@@ -41,7 +41,7 @@ def together() -> Iterator[World]:
         found.broadcast(None)
 
 
-def optimiser_of(config: TrainConfig, options: argparse.Namespace, found: World) -> Optimiser:
+def optimiser_of(config: TrainConfig, options: RunOptions, found: World) -> Optimiser:
     """The optimiser of a configuration, sharded with --shard-optimiser."""
     optimiser = config.chosen_optimiser()
     return sharded(optimiser, found) if options.shard_optimiser else optimiser

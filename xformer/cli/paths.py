@@ -1,12 +1,13 @@
-"""Options that name a file or a folder, and help texts that several commands share."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from xformer import backends
+from xformer.dispatch.shapes import FLOATING
 
 MODEL = "a Hugging Face folder, a folder written by xformer train, or a llama2.c .bin file"
 TOKENIZER = "the tokenizer, if it is not beside the model"
@@ -38,3 +39,16 @@ def nonempty(text: str) -> str:
     if "\0" in text:
         raise argparse.ArgumentTypeError(f"must name a file or a folder, got {text!r}")
     return text
+
+
+def add_model(add: Callable[..., Any], what: str = MODEL, *, required: bool = True) -> None:
+    """Add --model and --tokenizer by `add`, the method `add_argument` of a parser or of a group."""
+    add("--model", metavar="PATH", type=nonempty, required=required, help=what)
+    add("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
+
+
+def add_computation(add: Callable[..., Any]) -> None:
+    """Add --backend, --device and --dtype."""
+    add("--backend", default="numpy", **BACKEND)
+    add("--device", help=DEVICE)
+    add("--dtype", default="float32", choices=FLOATING, help="default: float32")

@@ -14,13 +14,8 @@ from xformer.plots.style import require_drawable, save
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer plot`."""
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        type=nonempty,
-        help="a folder written by xformer train or finetune",
-    )
+    what = "a folder written by xformer train or finetune"
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=nonempty, help=what)
     parser.add_argument("--x", default="step", choices=AXES, help="the x axis (default: step)")
     add_out(parser, "curves.png")
 

@@ -9,7 +9,7 @@ from xformer.base.printing import size
 from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.cli.progress import progress
-from xformer.training import Corpus, named_vocabulary, prepare
+from xformer.training import named_vocabulary, prepare
 
 
 def add_arguments(parser: Parser) -> None:
@@ -18,12 +18,8 @@ def add_arguments(parser: Parser) -> None:
     what = "a UTF-8 file, a folder of UTF-8 files, or a .jsonl file"
     add("text", metavar="TEXT", type=nonempty, help=what)
     add("folder", metavar="FOLDER", type=nonempty, help="a new folder, for xformer train --data")
-    add(
-        "--tokenizer",
-        metavar="NAME",
-        default="bytes",
-        help="bytes, characters, bpe:SIZE, or a folder with a tokenizer (default: bytes)",
-    )
+    kinds = "bytes, characters, bpe:SIZE, or a folder with a tokenizer (default: bytes)"
+    add("--tokenizer", metavar="NAME", default="bytes", help=kinds)
     add("--field", default="text", help="field of the .jsonl objects to read (default: text)")
     most = "fraction of the documents, or of a single one, that is held out (default: 0.1)"
     add("--validation-fraction", type=float, default=0.1, help=most)
@@ -35,16 +31,9 @@ def run(args: argparse.Namespace) -> int:
     options = {"field": args.field, "share": args.validation_fraction}
     with progress() as report:
         corpus = prepare(args.text, args.folder, words, **options, progress=report)
-    print(_text(corpus))
+    sizes = f"{len(corpus.train):,} tokens to train on, {len(corpus.validation):,} to validate on"
+    nbytes = size(corpus.train.nbytes + corpus.validation.nbytes)
+    print(f"{corpus.description}\n{sizes}, vocabulary size {corpus.vocabulary.size:,} ({nbytes})")
     folder = shlex.quote(args.folder)
     print(f"saved to {args.folder}; to train on it: xformer train --data {folder}")
     return 0
-
-
-def _text(corpus: Corpus) -> str:
-    train, validation = corpus.train, corpus.validation
-    return (
-        f"{corpus.description}\n"
-        f"{len(train):,} tokens to train on, {len(validation):,} to validate on, "
-        f"vocabulary size {corpus.vocabulary.size:,} ({size(train.nbytes + validation.nbytes)})"
-    )

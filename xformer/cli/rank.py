@@ -8,7 +8,7 @@ import sys
 
 from xformer.cli.models import opened
 from xformer.cli.parser import Parser
-from xformer.cli.texts import add_options, shown, texts_of, watched
+from xformer.cli.texts import add_options, given, shown, texts_of, watched
 from xformer.sentences import Ranked, rank, rank_settings
 from xformer.sentences.rank import in_order
 from xformer.sentences.rank_settings import ACTIVATIONS
@@ -16,9 +16,7 @@ from xformer.sentences.rank_settings import ACTIVATIONS
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer rank`."""
-    parser.description = (
-        "Print the scores of texts for a query, by a cross-encoder, the best first."
-    )
+    parser.description = "Print the scores of texts for a query, by a cross-encoder, best first."
     parser.add_argument("query", help="a question or other text that the texts are compared with")
     add_options(parser)
     parser.add_argument("--top", type=int, metavar="N", help="print the N best (default: all)")
@@ -31,25 +29,14 @@ def run(args: argparse.Namespace) -> int:
     texts = texts_of(args)
     if args.top is not None and args.top < 1:
         raise ValueError(f"--top must be at least 1, got {args.top}")
-    options = rank_settings(args.model)._asdict()
-    for name in ("activation", "max_len"):
-        if getattr(args, name) is not None:
-            options[name] = getattr(args, name)
+    options = rank_settings(args.model)._asdict() | given(args, "activation", "max_len")
+    options["batch_size"] = args.batch
     done: list[Ranked] = []
     try:
         with watched("ranking", len(texts)) as progress:
             model, params, tokenizer, *_ = opened(args)
-            rank(
-                model,
-                params,
-                tokenizer,
-                args.query,
-                texts,
-                batch_size=args.batch,
-                finished=lambda _, ranked: done.extend(ranked),
-                **options,
-                **progress,
-            )
+            options |= {"finished": lambda _, ranked: done.extend(ranked), **progress}
+            rank(model, params, tokenizer, args.query, texts, **options)
     except KeyboardInterrupt:
         if done:
             what = f"the first {len(done):,} of {len(texts):,} texts are ranked"

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from xformer.cli.models import opened
 from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.cli.progress import progress
-from xformer.cli.texts import add_options, shown, texts_of, watched
+from xformer.cli.texts import add_options, given, shown, texts_of, watched
 from xformer.sentences import (
     Hit,
     Index,
@@ -65,13 +66,13 @@ def run(args: argparse.Namespace) -> int:
     for_query, for_passage = prompt_names(prompts(args.model))
     query = _options(args, args.query_prompt or for_query)
     passage = _options(args, args.passage_prompt or for_passage)
-    path = _index_path(args)
+    path = Path(args.index or require_folder(args.folder) / INDEX)
+    require_folder(path.parent)
     old = None if args.rebuild or not os.path.lexists(path) else read_index(path)
     loaded = opened(args)
     with watched("embedding", len(queries)) as options:
-        model, params, tokenizer, *_ = loaded
         options |= query | {"batch_size": args.batch}
-        vectors = embed(model, params, tokenizer, queries, **options)  # a bad option raises here
+        vectors = embed(*loaded[:3], queries, **options)  # a bad option raises here
     index = _updated(args, loaded, passage, old, path)
     if old is None or index.files != old.files or index.model != old.model:
         _store(index, path)
@@ -82,13 +83,6 @@ def run(args: argparse.Namespace) -> int:
         for hit in hits:
             _print(args, text, hit)
     return 0
-
-
-def _index_path(args: argparse.Namespace) -> Path:
-    """The path of the index. OSError unless the folder of texts exists, and the index's folder."""
-    path = Path(args.index or require_folder(args.folder) / INDEX)
-    require_folder(path.parent)
-    return path
 
 
 def _store(index: Index, path: Path) -> None:
@@ -103,10 +97,7 @@ def _store(index: Index, path: Path) -> None:
 def _options(args: argparse.Namespace, prompt_name: str | None) -> dict[str, Any]:
     """The options of `embed`, with a prompt."""
     options = settings(args.model, prompt_name=prompt_name)._asdict()
-    for name in ("max_len", "truncate_dim"):
-        if getattr(args, name) is not None:
-            options[name] = getattr(args, name)
-    return options
+    return options | given(args, "max_len", "truncate_dim")
 
 
 def _updated(
@@ -130,18 +121,10 @@ def _updated(
 
     try:
         with progress("passages") as report:
-            return make_index(
-                model,
-                params,
-                tokenizer,
-                args.folder,
-                model_folder=args.model,
-                options=options,
-                old=old,
-                batch_size=args.batch,
-                progress=lambda done, total: report("embedding", done, total),
-                save=save,
-            )
+            how: Any = {"model_folder": args.model, "batch_size": args.batch, "save": save}
+            how["progress"] = partial(report, "embedding")
+            how |= {"options": options, "old": old}
+            return make_index(model, params, tokenizer, args.folder, **how)
     except KeyboardInterrupt:
         if unwritten is not None:
             _store(unwritten, path)

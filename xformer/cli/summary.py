@@ -14,32 +14,32 @@ from xformer.base.printing import scaled, size
 from xformer.cli.models import is_own
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
+from xformer.cli.table import Row, table
 from xformer.dispatch.shapes import FLOATING
-from xformer.inspection.summary import Part, Summary, context, summary
+from xformer.inspection.summary import LENGTH, Part, Summary, context, summary
 from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.models import EncoderDecoder
 from xformer.pretrained import files
 from xformer.training import checkpoint
 
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes a number
-Row = tuple[str, ...]
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer summary`."""
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        type=nonempty,
-        required=True,
-        help=MODEL,
-    )
-    parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
-    length = "tokens of a sequence (default: 1024, or the context length if that is less)"
-    parser.add_argument("--seq-len", type=int, help=length)
-    parser.add_argument("--dtype", default="float32", choices=FLOATING, help="default: float32")
+    add_sizes(parser)
     parser.add_argument("--verbose", action="store_true", help="show the name of every parameter")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add --model, the sizes of its input, --dtype and --json."""
+    add = parser.add_argument
+    add("--model", metavar="PATH", type=nonempty, required=True, help=MODEL)
+    add("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
+    length = f"tokens of a sequence (default: {LENGTH}, or the context length if that is less)"
+    add("--seq-len", type=int, help=length)
+    add("--dtype", default="float32", choices=FLOATING, help="default: float32")
+    add("--json", action="store_true", help="print one JSON object, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_data(model, stored, result), indent=2))
         return 0
     print(table(_about(model, stored), right=()))
-    print("\n" + (table(_every(result)) if args.verbose else table(_parts(model, result))))
+    print("\n" + table(_every(result) if args.verbose else _parts(model, result), right=(2, 3)))
     print("\n" + table(_memory(result), right=(1,)))
     print("\n" + table(_flops(model, result), right=(1,)))
     return 0
@@ -205,11 +205,7 @@ def _memory(result: Summary) -> Iterator[Row]:
     yield "memory", "", f"{result.dtype}, batch {result.batch:,}, length {result.length:,}"
     yield "  parameters", params, ""
     yield "  forward", size(memory.forward), "output and saved set of inference"
-    yield (
-        "  inference",
-        size(memory.inference),
-        "parameters + forward, without temporaries",
-    )
+    yield "  inference", size(memory.inference), "parameters + forward, without temporaries"
     yield "  saved set", size(memory.saved), "saved for backward, with the loss"
     yield "  gradients", params, ""
     yield "  moments", size(2 * memory.params), "AdamW, two for each parameter"
@@ -229,17 +225,3 @@ def _flops(model: Any, result: Summary) -> Iterator[Row]:
     yield "  attention", scaled(flops.attention, "FLOP"), "scores and weighted sums of values"
     yield "  forward", scaled(flops.forward, "FLOP"), "parameters + attention"
     yield "  training", scaled(flops.training, "FLOP"), "3 x forward"
-
-
-def table(rows: Iterator[Row], right: Sequence[int] = (2, 3)) -> str:
-    """The rows as lines of aligned columns. right: indices of the columns aligned on the right."""
-    lines = list(rows)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = (
-        [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in lines
-    )
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from xformer.cli.models import opened
 from xformer.cli.parser import Parser
@@ -15,13 +16,12 @@ from xformer.sentences.tag import AGGREGATIONS
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer tag`."""
     parser.description = (
-        "Print the labelled parts of each text, such as names of persons and places."
+        "Print the labelled parts of each text, such as names of persons or places."
     )
     add_options(parser)
     what = f"how tokens become parts: {', '.join(AGGREGATIONS)} (default: simple)"
-    parser.add_argument(
-        "--aggregation", choices=AGGREGATIONS, default="simple", metavar="NAME", help=what
-    )
+    choices: Any = {"choices": AGGREGATIONS, "metavar": "NAME"}
+    parser.add_argument("--aggregation", **choices, default="simple", help=what)
     what = "read long texts in windows, each with N tokens of the one before, instead of cutting"
     parser.add_argument("--stride", type=int, metavar="N", help=what)
 
@@ -39,16 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     with watched("labelling", len(texts), prints=True) as progress:
         model, params, tokenizer, *_ = opened(args)
-        tag(
-            model,
-            params,
-            tokenizer,
-            texts,
-            aggregation=args.aggregation,
-            max_len=args.max_len,
-            stride=args.stride,
-            batch_size=args.batch,
-            finished=printed(lines),
-            **progress,
-        )
+        options: Any = {n: getattr(args, n) for n in ("aggregation", "max_len", "stride")}
+        options |= {"batch_size": args.batch, "finished": printed(lines), **progress}
+        tag(model, params, tokenizer, texts, **options)
     return 0

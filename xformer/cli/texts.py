@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer.cli.output import is_lost
-from xformer.cli.paths import BACKEND, DEVICE, TOKENIZER, nonempty
+from xformer.cli.paths import add_computation, add_model, nonempty
 from xformer.cli.progress import progress
 
 
@@ -20,40 +20,35 @@ def add_options(parser: argparse.ArgumentParser, text: str = "text", row: str = 
 
     text, row: what a text, and an object of --json, is called
     """
+    add = parser.add_argument
     what = f"a {text}; - reads the lines of standard input"
-    parser.add_argument("text", nargs="*", metavar=text, help=what)
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        type=nonempty,
-        required=True,
-        help="a Hugging Face folder",
-    )
-    parser.add_argument("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
+    add("text", nargs="*", metavar=text, help=what)
+    add_model(add, "a Hugging Face folder")
     what = f"a UTF-8 file with one {text} a line"
-    parser.add_argument("--file", metavar="PATH", type=nonempty, help=what)
-    parser.add_argument("--json", action="store_true", help=f"print one JSON object a {row}")
-    parser.add_argument("--backend", default="numpy", **BACKEND)
-    parser.add_argument("--device", help=DEVICE)
-    parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "float64"), help="default: float32"
-    )
-    parser.add_argument(
-        "--batch", type=int, default=32, metavar="N", help="texts in a batch (default: 32)"
-    )
-    parser.add_argument("--max-len", type=int, metavar="N", help="cut texts to N tokens")
+    add("--file", metavar="PATH", type=nonempty, help=what)
+    add("--json", action="store_true", help=f"print one JSON object a {row}")
+    add_computation(add)
+    add("--batch", type=int, default=32, metavar="N", help="texts in a batch (default: 32)")
+    add("--max-len", type=int, metavar="N", help="cut texts to N tokens")
 
 
 def texts_of(args: argparse.Namespace) -> list[str]:
     """The texts of the command line, then the lines of --file. ValueError if there is no text."""
     texts: list[str] = []
+    if "-" in args.text and sys.stdin is None:
+        raise ValueError("- reads standard input, but that is closed")
     for text in args.text:
-        texts += _lines(_standard_input(), "standard input") if text == "-" else [text]
+        texts += _lines(sys.stdin.buffer.read(), "standard input") if text == "-" else [text]
     if args.file is not None:
         texts += _lines(Path(args.file).read_bytes(), args.file)
     if not texts:
         raise ValueError("there are no texts: give a text, --file PATH, or - for standard input")
     return texts
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options of these names that are not None."""
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 class Unread(Exception):
@@ -105,12 +100,6 @@ def shown(text: str, width: int = 60) -> str:
     """`text` on one line of at most `width` characters, without control characters."""
     line = "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= width else line[: width - 3] + "..."
-
-
-def _standard_input() -> bytes:
-    if sys.stdin is None:
-        raise ValueError("- reads standard input, but that is closed")
-    return sys.stdin.buffer.read()
 
 
 def _lines(data: bytes, where: str) -> list[str]:

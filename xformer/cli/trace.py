@@ -17,7 +17,7 @@ from xformer import backends
 from xformer.base.choices import require_one_of
 from xformer.cli.models import LoadedModel, enable_float64, opened, start_id
 from xformer.cli.parser import Parser
-from xformer.cli.paths import BACKEND, DEVICE, MODEL, TOKENIZER, nonempty
+from xformer.cli.paths import MODEL, TOKENIZER, add_computation, nonempty
 from xformer.cli.texts import shown
 from xformer.cli.train_options import PRESETS
 from xformer.dispatch import reference_only
@@ -54,9 +54,7 @@ def add_arguments(parser: Parser) -> None:
     add("--values", action="store_true", help=extremes)
     fast = "run the backend's kernels (default: the references, which the formulas describe)"
     add("--kernels", action="store_true", help=fast)
-    add("--backend", default="numpy", **BACKEND)
-    add("--device", help=DEVICE)
-    add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
+    add_computation(add)
     add("--json", action="store_true", help="print one JSON object, for programs")
 
 
@@ -107,23 +105,19 @@ def _shortened(model: Any, params: Any, n_layers: int | None) -> tuple[Any, Any]
         return model, params
     if getattr(model, "n_shared_layer_groups", None) is not None:
         raise ValueError("--layers: the layers of this model share parameters; all must run")
+    parts = {"stack": model.blocks}
     if isinstance(model, EncoderDecoder):
         parts = {"encoder": model.encoder, "decoder": model.decoder}
-    else:
-        parts = {"stack": model.blocks}
     most = max(map(len, parts.values()))
     if n_layers > most:
         raise ValueError(f"--layers must be at most the model's {most}, got {n_layers}")
     if isinstance(model, EncoderDecoder):
-        encoder, decoder = model.encoder[:n_layers], model.decoder[:n_layers]
-        model = replace(model, encoder=encoder, decoder=decoder)
+        model = replace(model, **{name: blocks[:n_layers] for name, blocks in parts.items()})
     else:
         model = model.with_layers(range(n_layers))
-    stacks = {}
-    for name in parts:
-        stack = getattr(params, name)
-        stacks[name] = stack._replace(blocks=stack.blocks[:n_layers])
-    return model, params._replace(**stacks)
+    stacks = {name: getattr(params, name) for name in parts}
+    cut = {name: stack._replace(blocks=stack.blocks[:n_layers]) for name, stack in stacks.items()}
+    return model, params._replace(**cut)
 
 
 def _examples(loaded: LoadedModel, ids: list[int]) -> list[np.ndarray]:

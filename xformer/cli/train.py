@@ -7,10 +7,9 @@ import dataclasses
 import math
 import os
 import shlex
-import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,23 @@ from xformer.cli.generate import write
 from xformer.cli.models import kernels_of, opened
 from xformer.cli.multiprocess import description, optimiser_of, together
 from xformer.cli.parser import Parser
-from xformer.cli.progress import EVERY, WIDTH, Bar
-from xformer.cli.run_options import ABOUT_ENDS, command_of, how_to_resume
+from xformer.cli.progress import WIDTH
+from xformer.cli.run_options import (
+    ABOUT_ENDS,
+    RunOptions,
+    add_options,
+    command_of,
+    how_to_resume,
+    kept,
+)
+from xformer.cli.steps import say_why, shown
 from xformer.cli.train_job import Job, job_of
+from xformer.cli.train_options import TrainOptions
 from xformer.distributed.world import World
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
 from xformer.initializers import fixup
-from xformer.training import Run, State, Step, dashboard, evaluate, interruptible, start, train
+from xformer.training import Run, State, Step, dashboard, evaluate, start, train
 from xformer.training.loop import is_stale, require_shares
 from xformer.training.run import checkpoints, is_free, require_alike
 
@@ -41,12 +49,12 @@ WRAPPED: Any = {
     "break_on_hyphens": False,
 }
 SAMPLE = 300  # tokens that a run prints at its end
-STOPPING = "\nstopping after this step; press Ctrl-C again to stop at once\n"
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `xformer train`."""
-    train_options.add_options(parser)
+    parser.after = train_options.presets
+    add_options(parser, TrainOptions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,24 +65,20 @@ def run(args: argparse.Namespace) -> int:
             return _run(options, world)
 
 
-def _run(options: argparse.Namespace, world: World) -> int:
+def _run(options: TrainOptions, world: World) -> int:
     job = job_of(options)
     about = {
         "model": train_from.about_of(job.model),
         "training": dataclasses.asdict(job.config),
         "dtype": options.dtype,
-        "data": {
-            "training": job.source.fingerprint(),
-            "validation": job.validation.fingerprint(),
-        },
+        "data": {"training": job.source.fingerprint(), "validation": job.validation.fingerprint()},
     }
     require_shares(job.config, world, job.loss)
     told = about | {"shard_optimiser": options.shard_optimiser}
     require_alike(world, job.backend, told, options.checkpoint_every)
     folder = folder_of(options, world)
-    noted: dict[str, Any] = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
-    noted["notes"] = train_options.OPTIONS.kept(options)
-    noted["free"] = ABOUT_ENDS
+    noted: Any = {"every": options.checkpoint_every, "keep": options.keep_checkpoints}
+    noted |= {"notes": kept(options), "free": ABOUT_ENDS}
     with Run(folder, job.backend, about, model=job.model, world=world, **noted) as run:
         words = job.corpus.vocabulary
         world.first(lambda: train_from.save_vocabulary(words, options, folder))
@@ -85,7 +89,7 @@ def _run(options: argparse.Namespace, world: World) -> int:
     return 0
 
 
-def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
+def _begun(job: Job, run: Run, options: TrainOptions) -> State:
     """The state to start or resume from. Prints the data, the model and the device."""
     world = run.world
     if options.origin is None or world.first(lambda: bool(checkpoints(run.folder))):
@@ -93,7 +97,7 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
         if options.init == "fixup":
             params = fixup(params, n_branches=2 * len(job.model.blocks))
     else:
-        params = train_from.first_params(options)
+        params = opened(train_from.in_folder(str(options.origin), options)).params
     optimiser = optimiser_of(job.config, options, world)
     state = run.begin(start(params, job.config, optimiser, job.loss), options.resume_step)
     long_names = train_options.by_long_name(run.notes)
@@ -115,7 +119,7 @@ def _measured(job: Job, state: State, world: World) -> float:
     return mean_loss
 
 
-def _introduce(job: Job, state: State, options: argparse.Namespace, world: World) -> None:
+def _introduce(job: Job, state: State, options: TrainOptions, world: World) -> None:
     unit = job.unit
     counts = [len(part) for part in job.corpus[:2]]
     sizes = [size(n) if unit == "byte" else f"{n:,} {unit}s" for n in counts]
@@ -131,80 +135,40 @@ def _introduce(job: Job, state: State, options: argparse.Namespace, world: World
         print(f"resuming after step {state.step}", flush=True)
 
 
-def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> State:
+def _train(job: Job, run: Run, state: State, options: TrainOptions) -> State:
     """Train and return the last state. Ctrl-C ends training early."""
-    n_steps, is_first = job.config.steps, run.world.rank == 0
-    if state.step == n_steps or is_stale(state, job.config):
+    if state.step == job.config.steps or is_stale(state, job.config):
         return state
-    in_lines = not sys.stderr.isatty()
-    last: float | None = None  # validation loss
-    printed_at = state.seconds
-    with (
-        _reporting(run, options) as report,
-        closing(Bar(n_steps, state.step, f"{state.step}/{n_steps}", disable=in_lines)) as bar,
-        interruptible(STOPPING if is_first else "") as stopping,
-    ):
-        settings: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
-        settings |= {"compiled": options.compile, "world": run.world}
-        settings["optimiser"] = optimiser_of(job.config, options, run.world)
-        steps = train(job.loss, state, job.source, job.config, job.backend, donate=True, **settings)
-        for step in run.record(steps, stopping):
+    settings: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
+    settings |= {"compiled": options.compile, "world": run.world}
+    settings["optimiser"] = optimiser_of(job.config, options, run.world)
+    steps = train(job.loss, state, job.source, job.config, job.backend, donate=True, **settings)
+    begun = (state.step, state.seconds)
+    every = None if run.world.rank else options.sample_every
+    with _reporting(run, options) as report:
+        for step in shown(steps, run, job.config.steps, begun, _perplexity):
             state = step.state
             report(step)
-            is_validated = step.validation is not None
-            last = step.validation if is_validated else last
-            if in_lines and (is_validated or step.seconds - printed_at >= EVERY):
-                print(_line(step, n_steps, last), flush=True)
-                printed_at = step.seconds
-            shown = parts(step, n_steps, last)
-            if last is not None:
-                shown.append(f"perplexity {perplexity(last):,.2f}")
-            bar.show(step.step, f"{step.step}/{n_steps}", shown)
-            samples = is_first and options.sample_every is not None
-            if samples and step.step % options.sample_every == 0:
+            if every is not None and step.step % every == 0:
                 with tqdm.external_write_mode():
                     print(f"--- step {step.step}")
                     _sample(job, state.averaged, max_new_tokens=100)
-    if state.step < n_steps:
-        why = "validation has not improved" if is_stale(state, job.config) else "stopped early"
-        print(f"{why}, after step {state.step}", file=sys.stderr)
+    say_why(state, job.config)
     return state
 
 
-def _reporting(
-    run: Run, options: argparse.Namespace
-) -> AbstractContextManager[Callable[[Step], None]]:
+def _perplexity(step: Step) -> list[str]:
+    assert step.validation is not None  # it is the step of a validation
+    return [f"perplexity {perplexity(step.validation):,.2f}"]
+
+
+def _reporting(run: Run, options: TrainOptions) -> AbstractContextManager[Callable[[Step], None]]:
     """A context of a function that shows a step on the dashboard of --log-to."""
     if options.log_to == "none" or run.world.rank:
         return nullcontext(lambda step: None)
     notes = train_options.by_long_name(run.notes)
     again = options.resume_step is not None
     return dashboard(options.log_to, run.folder, notes, again=again)
-
-
-def _line(step: Step, n_steps: int, validation: float | None) -> str:
-    """A line of progress. validation: the last validation loss."""
-    shown = "-" if validation is None else f"{validation:.3f}"
-    return (
-        f"step {step.step}/{n_steps}  loss {step.loss:.3f}  validation {shown}  "
-        f"{_rate(step):,.0f} tokens/s  {_left(step, n_steps):.0f} s left"
-    )
-
-
-def parts(step: Step, n_steps: int, validation: float | None) -> list[str]:
-    """What is shown behind the bar, the most important first. validation: as of `_line`."""
-    shown = [f"loss {step.loss:.3f}", f"{tqdm.format_interval(_left(step, n_steps))} left"]
-    if validation is not None:
-        shown.append(f"validation {validation:.3f}")
-    return [*shown, f"{_rate(step):,.0f} tokens/s"]
-
-
-def _rate(step: Step) -> float:
-    return step.tokens / step.seconds
-
-
-def _left(step: Step, n_steps: int) -> float:
-    return step.seconds / step.step * (n_steps - step.step)
 
 
 def perplexity(loss: float) -> float:
@@ -221,7 +185,7 @@ def _in_other_units(loss: float, unit: str) -> str:
     return f"perplexity {perplexity(loss):,.2f}{bits}"
 
 
-def _conclude(job: Job, state: State, folder: Path, options: argparse.Namespace) -> None:
+def _conclude(job: Job, state: State, folder: Path, options: TrainOptions) -> None:
     """Print the validation loss, how to resume, and a sample of the saved model."""
     print(f"saved to {folder} after {state.step} steps, {state.seconds:.0f} s")
     if state.best_step:
@@ -250,14 +214,14 @@ def _sample(job: Job, params: Any, max_new_tokens: int) -> None:
     )
 
 
-def folder_of(options: argparse.Namespace, world: World, name: str = "gpt") -> Path:
+def folder_of(options: RunOptions, world: World, name: str = "gpt") -> Path:
     """The folder of the run: of --resume, else a new one, which process 0 makes (`new_folder`).
 
     The folder of --auto-resume may exist: `Run` refuses one with other files.
     """
     if options.resume:
         return Path(options.resume)
-    if options.auto_resume:
+    if options.auto_resume and options.out:
         return Path(options.out)
     made: Path = world.first(lambda: new_folder(options.out, name))
     return made

@@ -6,11 +6,13 @@ import argparse
 import math
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xformer import pretrained
-from xformer.cli.models import opened, vocabulary_of
+from xformer.cli.models import vocabulary_of
+from xformer.cli.run_options import dashed
 from xformer.cli.summary import inspected
 from xformer.dispatch.checks import whole
 from xformer.finetune.base import LONGEST
@@ -22,7 +24,16 @@ from xformer.pretrained.tokenizer import tokenizer
 from xformer.training import Subwords, Vocabulary, checkpoint, load_vocabulary
 from xformer.training.run import RUN, is_begun, read_run
 
+if TYPE_CHECKING:
+    from xformer.cli.train_options import TrainOptions  # which imports this module
+
 LR = 5e-5  # default for a pretrained model, as in xformer finetune
+# Options that the model of --from fixes.
+OWN = (
+    *("tokenizer", "layers", "d_model", "heads", "dropout"),
+    *("positions", "position_mode", "memory", "norm_placement", "residual_scale", "init"),
+    "reversible",
+)
 
 
 class Origin(NamedTuple):
@@ -66,21 +77,24 @@ def origin_of(path: str) -> Origin:
     return Origin(model, words)
 
 
-class Usual(NamedTuple):
-    """Defaults of the options for a model, and its longest context."""
+def defaults_from(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that the model in a folder fixes, and defaults: context, and learning rate.
 
-    options: dict[str, Any]
-    most: float  # tokens; inf if the model has no limit
-
-
-def usual(path: str) -> Usual:
-    """Sizes and context length of the model in a folder; if it is pretrained, a learning rate."""
+    ValueError for given options that it fixes, and for a --max-len above its context.
+    """
+    for name in OWN:
+        if name in given:
+            raise ValueError(f"--{dashed(name)} excludes --from: the model in {path} fixes it")
     model = origin_of(path).model
-    block, most = model.blocks[0], model.context
-    length = context(model)
+    block, length = model.blocks[0], context(model)
+    if given.get("max_len", 0) > (model.context or math.inf):
+        raise ValueError(
+            f"--max-len must be at most {model.context}, the context of the model in {path}, "
+            f"got {given['max_len']}"
+        )
     if length is None and (Path(path) / RUN).is_file():  # "xl" limits no text: as in the run
         length = whole((read_run(path).get("notes") or {}).get("max_len"))
-    options = {
+    return {
         "layers": len(model.blocks),
         "d_model": model.d_model,
         "heads": block.attn.n_heads,
@@ -94,29 +108,26 @@ def usual(path: str) -> Usual:
         "max_len": min(length or LONGEST, LONGEST),
         **({} if model.hf_config is None else {"lr": LR}),
     }
-    return Usual(options, math.inf if most is None else most)
 
 
-def origin(options: argparse.Namespace) -> Origin:
+def origin(options: TrainOptions) -> Origin:
     """The model and vocabulary of --from; of the run itself if it is resumed.
 
     ValueError if the run's description of its model is damaged.
     """
     if options.resume is None:
-        return origin_of(options.origin)
+        return origin_of(str(options.origin))
     try:
-        model = _noted(read_run(options.resume)["about"]["model"])
+        about = read_run(options.resume)["about"]["model"]
+        source = about.get("source")
+        model = checkpoint.model_of(about) if source is None else pretrained.model(source)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{Path(options.resume, RUN)}: its model is damaged: {error}") from error
     try:
         words = load_vocabulary(options.resume)
     except FileNotFoundError:  # the run stopped before the vocabulary was saved
-        words = origin_of(options.origin).vocabulary
+        words = origin_of(str(options.origin)).vocabulary
     return Origin(model, words)
-
-
-def _noted(about: dict[str, Any]) -> Any:
-    return pretrained.model(about["source"]) if "source" in about else checkpoint.model_of(about)
 
 
 def about_of(model: Any) -> dict[str, Any]:
@@ -131,18 +142,13 @@ def name_of(model: Any) -> str:
     return "GPT" if model.hf_config is None else str(model.hf_config["architectures"][0])
 
 
-def first_params(options: argparse.Namespace) -> Any:
-    """The parameters of the model of --from."""
-    return opened(in_folder(options.origin, options)).params
-
-
-def in_folder(folder: str | os.PathLike[str], options: argparse.Namespace) -> argparse.Namespace:
+def in_folder(folder: str | os.PathLike[str], options: TrainOptions) -> argparse.Namespace:
     """The arguments of `opened` for the model in `folder`, on the run's backend."""
     where = {name: getattr(options, name) for name in ("backend", "device", "dtype")}
     return argparse.Namespace(model=str(folder), tokenizer=None, **where)
 
 
-def save_vocabulary(words: Vocabulary, options: argparse.Namespace, folder: Path) -> None:
+def save_vocabulary(words: Vocabulary, options: TrainOptions, folder: Path) -> None:
     """Write the vocabulary into `folder`; copy all tokenizer files of a pretrained model.
 
     The files of a run that has not begun are removed first.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -12,7 +11,8 @@ from xformer import backends
 from xformer.cli import train_from
 from xformer.cli.models import enable_float64
 from xformer.cli.progress import each, progress
-from xformer.cli.train_options import config_of
+from xformer.cli.run_options import config_of
+from xformer.cli.train_options import TrainOptions
 from xformer.dispatch.checks import require_memory
 from xformer.distributed.launcher import launched
 from xformer.models import GPT, LanguageModel
@@ -71,7 +71,7 @@ class Held:
         yield from each(self.batches, "validating", "batches")
 
 
-def job_of(options: argparse.Namespace) -> Job:
+def job_of(options: TrainOptions) -> Job:
     """The job of the options that `settled` returned.
 
     ValueError if there is too little text or an option is impossible; OSError if a file is missing.
@@ -87,13 +87,9 @@ def job_of(options: argparse.Namespace) -> Job:
     config = config_of(options)
     origin = None if options.origin is None else train_from.origin(options)
     words = _words(options) if origin is None else origin.vocabulary
-    memory = options.memory if origin is None else origin.model.memory_len
-    sizes = (options.layers, options.d_model, options.heads, options.max_len)
-    model: Any = None if origin is None else origin.model
-    if origin is None:
-        names = ("positions", "position_mode", "norm_placement", "residual_scale", "reversible")
-        chosen: Any = {name: getattr(options, name) for name in (*names, "dropout")}
-        model = GPT(1, *sizes, memory_len=memory, **chosen)  # refuses sizes before text is read
+    # A GPT of one token refuses sizes before text is read.
+    model = _gpt(options, 1) if origin is None else origin.model
+    memory = model.memory_len
     if options.backend in backends.WITH_NUMPY:
         _require_memory(model, options)
     with progress() as report:
@@ -102,7 +98,7 @@ def job_of(options: argparse.Namespace) -> Job:
         # Raises for damaged tokens, before a folder is made.
         baseline = unigram_loss(corpus, report)
     if origin is None:
-        model = GPT(corpus.vocabulary.size, *sizes, memory_len=memory, **chosen)
+        model = _gpt(options, corpus.vocabulary.size)
     require_reducible("--precision", model, options.precision)
     prompt = PROMPT
     if options.data is not None:
@@ -114,7 +110,14 @@ def job_of(options: argparse.Namespace) -> Job:
     return Job(*fields, backend, prompt, baseline)
 
 
-def _require_memory(model: Any, options: argparse.Namespace) -> None:
+def _gpt(options: TrainOptions, vocab_size: int) -> LanguageModel:
+    sizes = (options.layers, options.d_model, options.heads, options.max_len)
+    names = ("positions", "position_mode", "norm_placement", "residual_scale", "reversible")
+    chosen: Any = {name: getattr(options, name) for name in (*names, "dropout")}
+    return GPT(vocab_size, *sizes, memory_len=options.memory, **chosen)
+
+
+def _require_memory(model: Any, options: TrainOptions) -> None:
     """MemoryError if parameters and gradients, or what one step saves, cannot fit.
 
     At least the input of each block is saved; reversible blocks save the last one.
@@ -129,7 +132,7 @@ def _require_memory(model: Any, options: argparse.Namespace) -> None:
     require_memory(what, n_tokens * blocks[0].d_model * n_saved * itemsize)
 
 
-def _words(options: argparse.Namespace) -> Any:
+def _words(options: TrainOptions) -> Any:
     """The vocabulary of --tokenizer; of the run if it is resumed. None: the default one."""
     if options.tokenizer is None:
         return None
@@ -141,9 +144,7 @@ def _words(options: argparse.Namespace) -> Any:
     return named_vocabulary(options.tokenizer)
 
 
-def _source(
-    corpus: Corpus, i: int, options: argparse.Namespace, memory: int | None
-) -> Windows | Streams:
+def _source(corpus: Corpus, i: int, options: TrainOptions, memory: int | None) -> Windows | Streams:
     """Windows of the training part (i = 0) or the validation part (i = 1) of the corpus.
 
     memory: None unless the model has a segment memory, which needs streams
