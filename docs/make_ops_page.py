@@ -19,6 +19,7 @@ from benchmarks import ops as measured
 from benchmarks import report, stored
 from xformer import ops
 from xformer.dispatch import Overridable
+from xformer.ops.activation import BUILT_IN
 from xformer.proofs.catalogue import ops as catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,7 +150,8 @@ def functions() -> dict[str, int]:
 def links(name: str, library: str) -> Iterator[str]:
     """Links to the files of an op's kernels for a library."""
     if library == "numba":
-        files = [Path("numba", "kernels", f"{name}.py")]
+        file = "activations" if name in (*BUILT_IN, "softcap") else name
+        files = [Path("numba", "kernels", f"{file}.py")]
     elif library in ("numpy", "cupy"):
         modules = [k.run.__module__ for k in getattr(ops, name).import_kernels(library)]
         files = [Path(*module.split(".")[2:]).with_suffix(".py") for module in modules]

@@ -43,7 +43,7 @@ def ran() -> str:
 
 
 NUMPYS = "numpy.gelu"
-NUMBAS = "numba.kernels.gelu"
+NUMBAS = "numba.kernels.activations"
 EAGER = "xformer.backends.numba.single_op"
 
 

@@ -138,7 +138,7 @@ def the_readme(printed: str, loss: float) -> None:
     assert loss < 3.5  # from 5.5, the logarithm of 256
     assert "gradients agree" in printed
     text = pages.text_of("README.md")
-    assert "kernels.gelu" not in printed or re.findall(r"# (gelu on numpy: .*)", text)[0] in printed
+    assert "kernels.activations" not in printed or re.findall(r"# (gelu on numpy: .*)", text)[0] in printed
 
 
 def the_lesson(printed: str, found: Any) -> None:

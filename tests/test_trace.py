@@ -227,7 +227,7 @@ def test_numba_traces_a_program_as_one_step() -> None:
     assert all(step.where for step in steps)
     with xf.kernels("numba"), xf.trace() as steps:
         ops.gelu(np.ones((300, 400), np.float32))
-    assert steps[0].where == "xformer/backends/numba/kernels/gelu.py"
+    assert steps[0].where == "xformer/backends/numba/kernels/activations.py"
 
 
 def test_what_a_checkpointed_block_recomputes_is_shown() -> None:

@@ -25,7 +25,7 @@ __all__ = ["KERNELS", "backend"]
 KERNELS = (
     Eager(adam_update, donates=(0, 2, 3), varying=("rate", "root", "keep")),
     Eager(layers.blocks, matmuls=True),
-    Eager(ops.gelu),
+    Eager(ops.gelu, file="activations"),
     Eager(ops.glu),
     Eager(ops.layer_norm),
     Eager(ops.linear, matmuls=True),

@@ -77,28 +77,51 @@ def array_at(element: Any) -> Any:
         array = types.Array(element, len(_axes(shape)), "C")
 
         def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            sizes = _integers(context, builder, shape, values[1])
-            steps = [_itemsize(context, element)]
-            for size in sizes[:0:-1]:
-                steps.insert(0, builder.mul(steps[0], size))
-            return _view(context, builder, array, values[0], sizes, steps)
+            return _dense_view(context, builder, array, shape, values)
 
         return array(types.int64, shape), build
 
     return intrinsic(typed)
 
 
-def _strided_floats_at(typing: Any, address: Any, shape: Any, strides: Any) -> Any:
-    """Return the float32 array of this shape and these strides, tuples, at an address."""
-    shape, strides = types.unliteral(shape), types.unliteral(strides)
-    array = types.Array(types.float32, len(shape), "A")
+def _array_like(typing: Any, like: Any, address: Any, shape: Any) -> Any:
+    """Return the C-contiguous array of this shape at an address, of the dtype of `like`."""
+    shape = types.unliteral(shape)
+    array = types.Array(like.dtype, len(_axes(shape)), "C")
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        sizes = _integers(context, builder, shape, values[1])
-        steps = _integers(context, builder, strides, values[2])
-        return _view(context, builder, array, values[0], sizes, steps)
+        return _dense_view(context, builder, array, shape, values[1:])
 
-    return array(types.int64, shape, strides), build
+    return array(like, types.int64, shape), build
+
+
+def _dense_view(context: Any, builder: Any, array: Any, shape: Any, values: Any) -> Any:
+    """Return a C-contiguous array. values: its address and its shape, of type `shape`."""
+    sizes = _integers(context, builder, shape, values[1])
+    steps = [_itemsize(context, array.dtype)]
+    for size in sizes[:0:-1]:
+        steps.insert(0, builder.mul(steps[0], size))
+    return _view(context, builder, array, values[0], sizes, steps)
+
+
+def strided_at(element: Any) -> Any:
+    """Return an intrinsic (address, shape, strides): the array there, without a copy.
+
+    element: numba's type of its elements. shape, strides: tuples of integers; strides in bytes.
+    """
+
+    def typed(typing: Any, address: Any, shape: Any, strides: Any) -> Any:
+        shape, strides = types.unliteral(shape), types.unliteral(strides)
+        array = types.Array(element, len(shape), "A")
+
+        def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            sizes = _integers(context, builder, shape, values[1])
+            steps = _integers(context, builder, strides, values[2])
+            return _view(context, builder, array, values[0], sizes, steps)
+
+        return array(types.int64, shape, strides), build
+
+    return intrinsic(typed)
 
 
 def _axes(shape: Any) -> tuple[Any, ...]:
@@ -135,4 +158,5 @@ read: Any = intrinsic(_read)
 pause: Any = intrinsic(_pause)
 give_way: Any = intrinsic(_give_way)
 floats: Any = array_at(types.float32)
-strided_floats: Any = intrinsic(_strided_floats_at)
+array_like: Any = intrinsic(_array_like)
+strided_floats: Any = strided_at(types.float32)

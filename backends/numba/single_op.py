@@ -43,6 +43,8 @@ class Eager:
     varying: names of options that are inputs of the program, since their numbers differ between
         calls.
     least: the kernel is unsupported if all arguments together have fewer elements.
+    file: the name of the file in `kernels` with the op's loops, which `explain` names; None: the
+        name of the op, if there is such a file.
     """
 
     def __init__(
@@ -53,12 +55,13 @@ class Eager:
         donates: Sequence[int] = (),
         varying: Sequence[str] = (),
         least: int = LEAST,
+        file: str | None = None,
     ) -> None:
         self.op, self.__name__, self.__signature__ = op, op.__name__, signature(op)
         self.matmuls, self.donates, self.varying = matmuls, tuple(donates), tuple(varying)
         self.least = least
-        if op.__name__ in KERNEL_FILES:  # `explain` then names the file of the loops
-            self.__module__ = f"{kernels.__name__}.{op.__name__}"
+        if (file := file or op.__name__) in KERNEL_FILES:
+            self.__module__ = f"{kernels.__name__}.{file}"
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Return the op's result. Only for arguments for which `unsupported` returns None."""

@@ -1,4 +1,4 @@
-"""One kernel for all activations; a code chooses the formula, and a number is its parameter c.
+"""The activations: one kernel for all; a code chooses the formula, a number is its parameter c.
 
 Each loop reads an element once and computes the whole formula. silu and quick_gelu are
 x sigmoid(c x); tanh and softcap are c tanh(x / c). The other formulas ignore c.
@@ -6,39 +6,25 @@ x sigmoid(c x); tanh and softcap are c tanh(x / c). The other formulas ignore c.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from xformer import ops
 from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2, inlined
-from xformer.backends.numba.kernels.gelu_forms import (
-    exact_form,
-    exact_gradient,
-    tanh_form,
-    tanh_gradient,
-)
-from xformer.backends.numba.kernels.layout import (
-    dense,
-    fresh_in,
-    in_order,
-    order_of,
-    program_of,
-    unrecordable,
-)
-from xformer.backends.numba.program.native import (
-    LINE,
-    Native,
-    bits,
-    float32s,
-    native,
-    part,
-    real,
-    words,
-)
+from xformer.backends.numba.kernels.layout import dense, record, recorded
+from xformer.backends.numba.program.declared import declared
+from xformer.backends.numba.program.native import LINE
+from xformer.backends.numpy import gelu as numpys
 from xformer.base.printing import short
 from xformer.base.typing import Array
-from xformer.dispatch.checks import require_gradient
+from xformer.dispatch import Overridable
+from xformer.dispatch.checks import require_cap, require_gradient
+from xformer.ops.gelu import CUBIC, SCALE
+from xformer.ops.gelu import FAR as GELU_FAR
 from xformer.ops.quick_gelu import SLOPE
 from xformer.ops.silu import FAR
 
@@ -58,15 +44,46 @@ ZERO, ONE, TWO, FAR32 = np.float32(0), np.float32(1), np.float32(2), np.float32(
 NEAR = np.float32(0.55)  # if |x| < NEAR, tanh(x) = x + x^3 P(x^2), of least relative error
 P0, P1 = np.float32(-0.333333180451), np.float32(0.133326016675)
 P2, P3, P4 = map(np.float32, (-0.053853856117, 0.021077751062, -0.006282463203))
+T0, T1 = map(np.float32, numpys.TANH)
+E0, E1, E2, E3, E4, E5, E6 = map(np.float32, numpys.EXACT)
+SLOPE0, SLOPE1 = np.float32(2 * SCALE), np.float32(6 * SCALE * CUBIC)
+GELU_FAR32, DENSITY = np.float32(GELU_FAR), np.float32(1 / math.sqrt(2 * math.pi))
+HALF = np.float32(0.5)
 Reference = Callable[[Any], tuple[Any, Any]]
 
 
-def unsupported(x: Array) -> str | None:
-    """Return why this kernel of an activation cannot run, or None if it can.
+def _refuses(x: Array, *, approximate: str = "none") -> str | None:
+    return None if approximate in ("none", "tanh") else "only approximate none and tanh"
 
-    It needs x in float32 that is no constant of the program.
-    """
-    return unrecordable(x)
+
+@recorded(ops.gelu, _refuses)
+def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, NumbaActivationCache]:
+    """y = x * Phi(x), or its approximation by tanh."""
+    reference = partial(ops.gelu.reference, approximate=approximate)
+    return activate(
+        "gelu", x, reference, FORMULAS["gelu" if approximate == "none" else "gelu_tanh"]
+    )
+
+
+@recorded(ops.softcap)
+def softcap(x: Array, *, cap: float) -> tuple[Array, NumbaActivationCache]:
+    """y = cap * tanh(x / cap)."""
+    cap = require_cap("softcap", cap, "cap")
+    return activate("softcap", x, partial(ops.softcap.reference, cap=cap), (TANH, cap))
+
+
+def _register(op: Overridable[..., Any]) -> None:
+    """Register the kernel of an activation without options."""
+
+    def run(x: Array) -> tuple[Array, NumbaActivationCache]:
+        return activate(op.__name__, x, op.reference, FORMULAS[op.__name__])
+
+    run.__name__ = op.__name__
+    recorded(op)(run)
+
+
+for _op in (ops.quick_gelu, ops.relu, ops.relu_squared, ops.sigmoid, ops.silu, ops.tanh):
+    _register(_op)
 
 
 def activate(
@@ -76,15 +93,13 @@ def activate(
 
     name: of the instruction. reference: the activation on NumPy arrays. formula: (code, c).
     """
-    program, x = program_of(x), dense(x)
-    y = fresh_in(program, order_of(x), x.shape, x.dtype)
+    x = dense(x)
 
     def run(y: Any, x: Any) -> None:
         np.copyto(y, reference(x)[0])
 
-    code, number = formula
-    compiled = Native(forward, (x.size, code, bits(number)), program.pieces(x.size))
-    program.emit(name, run, [y], [x], compiled)
+    code, c = formula
+    (y,) = record(forward, name, run, x, code=code, c=c)
     return y, NumbaActivationCache(y if code in FROM_OUTPUT else x, name, reference, formula)
 
 
@@ -99,45 +114,26 @@ class NumbaActivationCache(NamedTuple):
 
     def backward(self, dy: Array) -> Array:
         """dx = dy * y'(x)."""
-        saved, name, reference, (code, number) = self
+        saved, name, reference, (code, c) = self
         require_gradient(name, "dy", dy, saved)
-        program, order = program_of(saved, dy), order_of(saved)
-        dx = fresh_in(program, order, saved.shape, saved.dtype)
 
         def run(dx: Any, saved: Any, dy: Any) -> None:
             cache = reference(saved)[1]
             np.copyto(dx, cache._replace(**{cache._fields[0]: saved}).backward(dy))
 
-        compiled = Native(backward, (dx.size, code, bits(number)), program.pieces(dx.size))
-        program.emit(f"{name} backward", run, [dx], [saved, in_order(dy, order)], compiled)
-        return dx
+        return record(backward, f"{name} backward", run, saved, dy, code=code, c=c)[0]
 
 
-@native
-def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of y = f(x). A `Kernel` (see `native`).
-
-    outputs: y; inputs: x. integers: the number of elements, the code of the formula f (`FORMULAS`),
-    the bits of its parameter c.
-    """
-    a = words(args, 5)
-    start, stop = part(a[2], piece, pieces, LINE)
-    n = (stop - start,)
-    activate_block(a[3], real(a[4]), float32s(a[1] + 4 * start, n), float32s(a[0] + 4 * start, n))
+@declared("y (N) <- x (N)", unit=LINE)
+def forward(y: Any, x: Any, code: int, c: float) -> None:
+    """Compute y = f(x). code, c: of the formula f (`FORMULAS`)."""
+    activate_block(code, c, x, y)
 
 
-@native
-def backward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of dx = dy f'(x). A `Kernel` (see `native`).
-
-    outputs: dx; inputs: saved (y if the code is in `FROM_OUTPUT`, else x), dy. integers: the number
-    of elements, the code of the formula f (`FORMULAS`), the bits of its parameter c.
-    """
-    a = words(args, 6)
-    start, stop = part(a[3], piece, pieces, LINE)
-    n = (stop - start,)
-    saved, dy = float32s(a[1] + 4 * start, n), float32s(a[2] + 4 * start, n)
-    differentiate_block(a[4], real(a[5]), saved, dy, float32s(a[0] + 4 * start, n))
+@declared("dx (N) <- saved (N), dy (N)", unit=LINE)
+def backward(dx: Any, saved: Any, dy: Any, code: int, c: float) -> None:
+    """Compute dx = dy f'(x). saved: y if the code is in `FROM_OUTPUT`, else x."""
+    differentiate_block(code, c, saved, dy, dx)
 
 
 @elementwise
@@ -167,9 +163,9 @@ def activate_block(code: int, number: float, x: Any, y: Any) -> None:
         for i in range(x.size):
             y[i] = c * _tanh(x[i] / c)
     elif code == GELU:
-        exact_form(x, y)
+        _gelu(x, y)
     else:
-        tanh_form(x, y)
+        _gelu_tanh(x, y)
 
 
 @elementwise
@@ -200,9 +196,9 @@ def differentiate_block(code: int, number: float, saved: Any, dy: Any, dx: Any) 
             t = saved[i] / c
             dx[i] = dy[i] * (ONE - t * t)
     elif code == GELU:
-        exact_gradient(saved, dy, dx)
+        _gelu_gradient(saved, dy, dx)
     else:
-        tanh_gradient(saved, dy, dx)
+        _gelu_tanh_gradient(saved, dy, dx)
 
 
 @inlined
@@ -217,3 +213,47 @@ def _tanh(x: Any) -> Any:
     far = (ONE - power) / (ONE + power)
     far = -far if x < ZERO else far
     return x + x * square * p if abs(x) < NEAR else far
+
+
+@elementwise
+def _gelu_tanh(x: Any, y: Any) -> None:
+    """Write y = x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). x, y: (n,)."""
+    for i in range(x.size):
+        v = max(x[i], -GELU_FAR32)
+        clipped = min(v, GELU_FAR32)
+        y[i] = v / (ONE + exp2(clipped * (T0 + T1 * clipped * clipped)))
+
+
+@elementwise
+def _gelu_tanh_gradient(x: Any, dy: Any, dx: Any) -> None:
+    """Write dx = dy * Phi * (1 + (1 - Phi) x (2 u)'), Phi = sigmoid(2 u) with u of `_gelu_tanh`.
+
+    All arrays are (n,).
+    """
+    for i in range(x.size):
+        v = min(max(x[i], -GELU_FAR32), GELU_FAR32)
+        square = v * v
+        phi = ONE / (ONE + exp2(v * (T0 + T1 * square)))
+        dx[i] = dy[i] * phi * (ONE + (ONE - phi) * v * (SLOPE0 + SLOPE1 * square))
+
+
+@elementwise
+def _gelu(x: Any, y: Any) -> None:
+    """Write y = x * Phi(x), Phi approximated by the sigmoid of an odd polynomial. x, y: (n,)."""
+    for i in range(x.size):
+        v = max(x[i], -GELU_FAR32)
+        clipped = min(v, GELU_FAR32)
+        s = clipped * clipped
+        p = E0 + s * (E1 + s * (E2 + s * (E3 + s * (E4 + s * (E5 + s * E6)))))
+        y[i] = v / (ONE + exp2(clipped * p))
+
+
+@elementwise
+def _gelu_gradient(x: Any, dy: Any, dx: Any) -> None:
+    """Write dx = dy * (Phi(x) + x exp(-x^2 / 2) / sqrt(2 pi)). All arrays are (n,)."""
+    for i in range(x.size):
+        v = min(max(x[i], -GELU_FAR32), GELU_FAR32)
+        s = v * v
+        p = E0 + s * (E1 + s * (E2 + s * (E3 + s * (E4 + s * (E5 + s * E6)))))
+        phi = ONE / (ONE + exp2(v * p))
+        dx[i] = dy[i] * (phi + v * DENSITY * exp2(-HALF * LOG2_E * s))

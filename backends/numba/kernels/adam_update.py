@@ -10,6 +10,7 @@ import numpy as np
 
 from xformer.backends.numba.atomic import floats
 from xformer.backends.numba.compiled import elementwise, inlined, rowwise
+from xformer.backends.numba.kernels.layout import fresh_in, in_order, order_of
 from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.native import (
     LINE,
@@ -22,7 +23,6 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
-from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.program.traced import Traced, constant
 from xformer.base.typing import Array
 from xformer.dispatch import kernel
@@ -81,8 +81,13 @@ def adam_update(
     """
     recorder = program.of([*params, *grads, *m, *v])
     assert recorder is not None  # `unsupported` has checked this
-    old = [_in_one_order(leaf) for leaf in zip(params, grads, m, v, strict=True)]
-    new = [tuple(_fresh_like(recorder, leaf[0]) for _ in range(NEW)) for leaf in old]
+    orders = [order_of(x) for x in params]
+    leaves = zip(orders, zip(params, grads, m, v, strict=True), strict=True)
+    old = [[in_order(x, order) for x in leaf] for order, leaf in leaves]
+    new = [
+        [fresh_in(recorder, order, p.shape, np.float32) for _ in range(NEW)]
+        for order, p in zip(orders, params, strict=True)
+    ]
 
     def run(*arrays: Any) -> None:
         outs, (rate, root, keep, *leaves) = arrays[: NEW * len(old)], arrays[NEW * len(old) :]
@@ -108,26 +113,6 @@ def _scalar(x: Any) -> Any:
     """Return a number, or an array of one element, as a float64 array ()."""
     x = x if isinstance(x, Traced) else constant(np.asarray(x, np.float64))
     return namespace.astype(x, np.dtype(np.float64))
-
-
-def _order(x: Array) -> list[int]:
-    """Return the axes of x sorted by stride, the longest first."""
-    return sorted(range(x.ndim), key=lambda axis: -x.strides[axis])
-
-
-def _in_one_order(leaf: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Return the arrays of a leaf, or copies, all with the axis order of the first in memory."""
-    order = _order(leaf[0])
-    transposed = [namespace.permute_dims(x, order) for x in leaf]
-    back = [order.index(axis) for axis in range(len(order))]
-    return tuple(namespace.permute_dims(namespace.contiguous(x), back) for x in transposed)
-
-
-def _fresh_like(recorder: Program, x: Array) -> Array:
-    """Return a new array with the shape and memory layout of x."""
-    order = _order(x)
-    new = recorder.fresh([x.shape[axis] for axis in order], np.float32)
-    return namespace.permute_dims(new, [order.index(axis) for axis in range(len(order))])
 
 
 @native

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.flash_rows import copy
-from xformer.backends.numba.kernels.layout import program_of, unrecordable
+from xformer.backends.numba.kernels.layout import program_of, record, unrecordable
+from xformer.backends.numba.program.declared import declared
 from xformer.backends.numba.program.namespace import contiguous
-from xformer.backends.numba.program.native import Native, float32s, native, part, words
 from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.layers.kv_cache import KVCache
@@ -39,41 +40,37 @@ def append(k: Array, v: Array, *, kv_cache: KVCache) -> KVCache:
     (`donate`), and only the new slots are written.
     """
     old: Any = kv_cache.k, kv_cache.v
-    program, (b, g, s, width) = program_of(k, v, *old, kv_cache.write_index), old[0].shape
-    outs = [program.fresh(x.shape, np.float32) for x in old]
 
     def run(new_k: Any, new_v: Any, write_index: Any, *ins: Any) -> None:
         new: Any = op.reference(*ins[:2], kv_cache=KVCache(ins[2], ins[3], write_index=write_index))
         np.copyto(new_k, new.k)
         np.copyto(new_v, new.v)
 
-    numbers = b * g, s, width, v.shape[3], k.shape[2]
     ins = [kv_cache.write_index, *map(contiguous, (k, v, *old))]
-    pieces = program.pieces(k.size + v.size)  # the work of a write in place
-    compiled = Native(write, numbers, pieces)
-    program.emit("append", run, outs, ins, compiled, in_place=[(3,), (4,)])
-    return kv_cache._replace(k=outs[0], v=outs[1])
+    pieces = program_of(*ins).pieces(k.size + v.size)  # the work of a write in place
+    new = record(write, "append", run, *ins, pieces=pieces, in_place=[(3,), (4,)])
+    return kv_cache._replace(k=new[0], v=new[1])
 
 
-@native
-def write(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Write new keys and values for a piece of the N = B G sequences and heads.
+@declared(
+    "new_k (N, S, K), new_v (N, S, M) <- "
+    "write_index () int64, k (N, T, K), v (N, T, M), old_k (N, S, K), old_v (N, S, M)"
+)
+def write(new_k: Any, new_v: Any, write_index: Any, k: Any, v: Any, old_k: Any, old_v: Any) -> None:
+    """Write new keys and values for N = B G sequences and heads.
 
-    outputs: new keys (N, S, K), new values (N, S, M); inputs: write index () int64, k (N, T, K),
-    v (N, T, M), old keys (N, S, K), old values (N, S, M). integers: N, S, K, M, T.
     Tokens whose slot is outside [0, S) are left out.
     """
-    a = words(args, 12)
-    n, s, t = a[7], a[8], a[11]
-    slot = min(max(words(a[2], 1)[0], -t), s)
-    first, last = max(0, -slot), min(t, s - slot)  # tokens to write
-    start, stop = part(n, piece, pieces, 1)
-    for which in range(2):  # keys, then values
-        new, x, old, width = a[which], a[3 + which], a[5 + which], a[9 + which]
-        for i in range(start, stop):
-            offset, size = 4 * i * s * width, s * width
-            if new != old:
-                copy(float32s(old + offset, (size,)), float32s(new + offset, (size,)))
-            for j in range(first, last):
-                row = float32s(new + offset + 4 * (slot + j) * width, (width,))
-                copy(float32s(x + 4 * (i * t + j) * width, (width,)), row)
+    slot = min(max(write_index[0], -k.shape[1]), old_k.shape[1])
+    for i in range(len(k)):
+        _write(old_k[i], k[i], slot, new_k[i])
+        _write(old_v[i], v[i], slot, new_v[i])
+
+
+@rowwise
+def _write(old: Any, x: Any, slot: int, new: Any) -> None:
+    """Write new (S, K) = old (S, K), with the tokens x (T, K) from `slot` on."""
+    if new.ctypes.data != old.ctypes.data:
+        copy(old.reshape(old.size), new.reshape(new.size))
+    for j in range(max(0, -slot), min(len(x), len(new) - slot)):
+        copy(x[j], new[slot + j])

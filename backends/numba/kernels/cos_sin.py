@@ -7,18 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.kernels.layout import program_of
-from xformer.backends.numba.program.namespace import contiguous
-from xformer.backends.numba.program.native import (
-    Native,
-    bits,
-    float32s,
-    float64s,
-    native,
-    part,
-    real,
-    words,
-)
+from xformer.backends.numba.kernels.layout import program_of, record
+from xformer.backends.numba.program.declared import declared
+from xformer.backends.numba.program.traced import constant
 from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.layers.rope_config import RopeConfig
@@ -47,36 +38,25 @@ def cos_sin(
 ) -> tuple[Array, Array]:
     """Return cos and sin (..., R/2) in float32, computed from angles in float64."""
     values, factor = frequencies_of(config, length)
-    program, frequencies = program_of(positions), np.array(values, np.float64)
-    outs = [program.fresh((*positions.shape, len(values)), np.float32) for _ in range(2)]
+    frequencies = constant(np.array(values, np.float64))
 
     def run(cos: Any, sin: Any, positions: Any, frequencies: Any) -> None:
         angles = positions[..., None] * frequencies
         np.copyto(cos, factor * np.cos(angles), casting="same_kind")
         np.copyto(sin, factor * np.sin(angles), casting="same_kind")
 
-    numbers = positions.size, len(values), bits(factor)
-    compiled = Native(fill_tables, numbers, program.pieces(COST * outs[0].size))
-    program.emit("cos_sin", run, outs, [contiguous(positions), frequencies], compiled)
-    return outs[0], outs[1]
+    pieces = program_of(positions).pieces(COST * positions.size * len(values))
+    cos, sin = record(
+        fill_tables, "cos_sin", run, positions, frequencies, pieces=pieces, factor=factor
+    )
+    return cos, sin
 
 
-@native
-def fill_tables(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of the rows of factor * cos(angle) and factor * sin(angle).
-
-    angle = position * frequency, in float64.
-
-    outputs: cos, sin (N, R/2); inputs: positions (N,) int64, frequencies (R/2,) float64. integers:
-    N, R/2, bits of the factor.
-    """
-    a = words(args, 7)
-    n, width, factor = a[4], a[5], real(a[6])
-    start, stop = part(n, piece, pieces, 1)
-    positions, frequencies = words(a[2], n), float64s(a[3], (width,))
-    cos, sin = float32s(a[0], (n, width)), float32s(a[1], (n, width))
-    for i in range(start, stop):
-        for j in range(width):
+@declared("cos (N, F), sin (N, F) <- positions (N) int64, frequencies (F) float64")
+def fill_tables(cos: Any, sin: Any, positions: Any, frequencies: Any, factor: float) -> None:
+    """Compute factor * cos(angle) and factor * sin(angle), angle = position * frequency."""
+    for i in range(len(positions)):
+        for j in range(len(frequencies)):
             angle = np.float64(positions[i]) * frequencies[j]
             cos[i, j] = np.float32(factor * math.cos(angle))
             sin[i, j] = np.float32(factor * math.sin(angle))

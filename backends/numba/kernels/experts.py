@@ -11,6 +11,7 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends.numba.compiled import elementwise, rowwise
+from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels import grouped
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
@@ -21,24 +22,12 @@ from xformer.backends.numba.kernels.activations import (
 from xformer.backends.numba.kernels.gemm import Pair
 from xformer.backends.numba.kernels.grouped import Order
 from xformer.backends.numba.kernels.index_add import emit_sums
-from xformer.backends.numba.kernels.layout import program_of
-from xformer.backends.numba.kernels.linear import unsupported as linear_unsupported
+from xformer.backends.numba.kernels.layout import program_of, record, recorded, unrecordable
 from xformer.backends.numba.program import namespace
+from xformer.backends.numba.program.declared import declared
 from xformer.backends.numba.program.namespace import contiguous, reshape, take
-from xformer.backends.numba.program.native import (
-    Native,
-    bits,
-    float32s,
-    native,
-    numbers,
-    operands,
-    part,
-    real,
-    words,
-)
 from xformer.base.printing import short
 from xformer.base.typing import Array
-from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops.clamped_swiglu import LIMIT
 from xformer.ops.experts import experts as op
@@ -48,34 +37,22 @@ CLAMPED = "clamped_swiglu"
 BLOCK = 2048  # elements of a row at a time: seven blocks fit in a core's caches
 
 
-def unsupported(
+def _refuses(
     x: Array,
     w_gate: Array,
     w_up: Array,
     w_down: Array,
     weights: Array,
-    b_gate: Array | None = None,
-    b_up: Array | None = None,
-    b_down: Array | None = None,
-    *,
-    ids: Array,
+    *biases: Array | None,
     activation: str = "silu",
-    trainable: bool = True,
+    **_: Any,
 ) -> str | None:
-    """Return why the numba kernel of `experts` cannot run, or None if it can.
-
-    It needs float32 arrays, an activation of `FORMULAS` or "clamped_swiglu", x and weights that
-    are not both constants of the program, and a matmul in NumPy's BLAS library.
-    """
     if activation not in FORMULAS and activation != CLAMPED:
         return f"no activation {activation!r}"
-    arrays = w_gate, w_up, w_down, b_gate, b_up, b_down
-    if any(array is not None and array.dtype != np.float32 for array in arrays):
-        return "only float32"
-    return linear_unsupported(x, weights)
+    return unrecordable(x, weights) or matmul_unsupported()
 
 
-@kernel(op, "numba.kernels", unsupported=unsupported)
+@recorded(op, _refuses)
 def experts(
     x: Array,
     w_gate: Array,
@@ -188,16 +165,14 @@ class NumbaExpertsCache(NamedTuple):
 
 def _emit_hidden(gate: Array, up: Array, activation: str, weights: Array, order: Order) -> Array:
     """Return hidden = weight * act(gate) * up of each choice, sorted by expert: (M, F)."""
-    program, (code, number) = order.rows.program, FORMULAS[activation]
-    hidden = program.fresh(gate.shape, np.float32)
+    code, c = FORMULAS[activation]
 
     def run(hidden: Any, gate: Any, up: Any, weights: Any, choices: Any) -> None:
         weight = weights.reshape(-1)[choices][:, None]
         hidden[...] = weight * ops.glu.reference(gate, up, activation=activation)[0]
 
-    compiled = Native(forward, (*gate.shape, code, bits(number)), program.pieces(gate.size))
-    program.emit("experts hidden", run, [hidden], [gate, up, weights, order.choices], compiled)
-    return hidden
+    ins = gate, up, weights, order.choices
+    return record(forward, "experts hidden", run, *ins, code=code, c=c)[0]
 
 
 def _emit_backward(cache: NumbaExpertsCache, dhidden: Array) -> list[Array]:
@@ -206,9 +181,7 @@ def _emit_backward(cache: NumbaExpertsCache, dhidden: Array) -> list[Array]:
     hidden = weight * act(gate) * up is computed again; the gradient of w_down needs it.
     """
     gate, weights, activation = cache.gate, cache.weights, cache.activation
-    program, (code, number) = cache.order.rows.program, FORMULAS[activation]
-    shapes = [gate.shape, gate.shape, weights.shape, *([gate.shape] if cache.trainable else [])]
-    outs = [program.fresh(shape, np.float32) for shape in shapes]
+    code, c = FORMULAS[activation]
 
     def run(dgate: Any, dup: Any, dweights: Any, *arrays: Any) -> None:
         *hidden, gate, up, weights, choices, dhidden = arrays
@@ -219,62 +192,63 @@ def _emit_backward(cache: NumbaExpertsCache, dhidden: Array) -> list[Array]:
         for out in hidden:
             out[...] = weight * y
 
-    ins = [gate, cache.up, weights, cache.order.choices, dhidden]
-    compiled = Native(backward, (*gate.shape, code, bits(number)), program.pieces(gate.size))
-    program.emit("experts hidden backward", run, outs, ins, compiled)
-    return outs
+    ins = gate, cache.up, weights, cache.order.choices, dhidden
+    without = None if cache.trainable else "hidden"
+    return record(backward, "experts hidden backward", run, *ins, without=without, code=code, c=c)
 
 
-@native
-def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of the rows of hidden = weight * act(gate) * up.
+@declared("hidden (M, F) <- gate (M, F), up (M, F), weights (W), choices (M) int64")
+def forward(
+    hidden: Any, gate: Any, up: Any, weights: Any, choices: Any, code: int, c: float
+) -> None:
+    """Compute rows of hidden = weight * act(gate) * up. code, c: of act (`activations.FORMULAS`).
 
-    outputs: hidden (M, F); inputs: gate, up (M, F), weights (M,), choices (M,) int64. integers: M,
-    F, code and bits of c of the activation (`activations.FORMULAS`).
+    weights: of all W = N C choices. Values of choices are clamped to [0, W).
     """
-    a = words(args, 9)
-    n, width, number, act = a[5], a[6], real(a[8]), np.empty(BLOCK, np.float32)
-    weights, choices = float32s(a[3], (n,)), words(a[4], n)
-    start, stop = part(n, piece, pieces, 1)
-    for i in range(start, stop):
-        weight = weights[min(max(choices[i], 0), n - 1)]
-        for first in range(0, width, BLOCK):
-            size, offset = (min(BLOCK, width - first),), 4 * (i * width + first)
-            gate, up = float32s(a[1] + offset, size), float32s(a[2] + offset, size)
-            activate_block(a[7], number, gate, act[: size[0]])
-            _multiply(weight, act[: size[0]], up, float32s(a[0] + offset, size))
+    acts = np.empty(BLOCK, np.float32)
+    for i in range(len(choices)):
+        weight = weights[min(max(choices[i], 0), len(weights) - 1)]
+        for first in range(0, gate.shape[1], BLOCK):
+            at = slice(first, first + BLOCK)
+            act = acts[: len(gate[i, at])]
+            activate_block(code, c, gate[i, at], act)
+            _multiply(weight, act, up[i, at], hidden[i, at])
 
 
-@native
-def backward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of the rows of dgate, dup, dweights, and of hidden if it is an output.
-
-    outputs: dgate, dup (M, F), dweights (M,), and hidden (M, F) or not; inputs: gate, up (M, F),
-    weights (M,), choices (M,) int64, dhidden (M, F). integers: as of `forward`.
-    """
-    n_outs, a = operands(args) - 5, numbers(args, 4)
-    ptr, n, width, code, number = words(args, n_outs + 5), a[0], a[1], a[2], real(a[3])
-    weights, choices = float32s(ptr[n_outs + 2], (n,)), words(ptr[n_outs + 3], n)
+@declared(
+    "dgate (M, F), dup (M, F), dweights (W), hidden? (M, F) "
+    "<- gate (M, F), up (M, F), weights (W), choices (M) int64, dhidden (M, F)"
+)
+def backward(
+    dgate: Any,
+    dup: Any,
+    dweights: Any,
+    hidden: Any,
+    gate: Any,
+    up: Any,
+    weights: Any,
+    choices: Any,
+    dhidden: Any,
+    code: int,
+    c: float,
+) -> None:
+    """Compute rows of dgate, dup, dweights, and of hidden if it is an output. As `forward`."""
     acts, dacts = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    start, stop = part(n, piece, pieces, 1)
-    for i in range(start, stop):
-        choice, total = min(max(choices[i], 0), n - 1), np.float32(0)
+    for i in range(len(choices)):
+        choice, total = min(max(choices[i], 0), len(weights) - 1), np.float32(0)
         weight = weights[choice]
-        for first in range(0, width, BLOCK):
-            size, offset = (min(BLOCK, width - first),), 4 * (i * width + first)
-            gate = float32s(ptr[n_outs] + offset, size)
-            up = float32s(ptr[n_outs + 1] + offset, size)
-            dhidden = float32s(ptr[n_outs + 4] + offset, size)
-            y, dact = acts[: size[0]], dacts[: size[0]]
-            dgate, dup = float32s(ptr[0] + offset, size), float32s(ptr[1] + offset, size)
-            activate_block(code, number, gate, y)
-            _multiply(weight, dhidden, up, dact)
-            differentiate_block(code, number, y if code in FROM_OUTPUT else gate, dact, dgate)
-            total += _sum(dhidden, y, up)
-            _multiply(weight, dhidden, y, dup)
-            if n_outs == 4:
-                _multiply(weight, y, up, float32s(ptr[3] + offset, size))
-        float32s(ptr[2], (n,))[choice] = total
+        for first in range(0, gate.shape[1], BLOCK):
+            at = slice(first, first + BLOCK)
+            y, dact = acts[: len(gate[i, at])], dacts[: len(gate[i, at])]
+            activate_block(code, c, gate[i, at], y)
+            _multiply(weight, dhidden[i, at], up[i, at], dact)
+            saved = y if code in FROM_OUTPUT else gate[i, at]
+            differentiate_block(code, c, saved, dact, dgate[i, at])
+            total += _sum(dhidden[i, at], y, up[i, at])
+            _multiply(weight, dhidden[i, at], y, dup[i, at])
+            if len(hidden):
+                _multiply(weight, y, up[i, at], hidden[i, at])
+        dweights[choice] = total
 
 
 @elementwise

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.backends.numba.compiled import FEW, rowwise
-from xformer.backends.numba.flash_rows import ONE, ZERO
+from xformer.backends.numba.flash_rows import ONE, ZERO, copy
 from xformer.backends.numba.gemm import AS_IT_IS, ROW_MAJOR, TRANSPOSED, call
+from xformer.backends.numba.program.declared import declared
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import (
     LINE,
@@ -135,10 +136,10 @@ def _strides(x: Array) -> tuple[int, int]:
 def emit_sums(name: str, pending: Sequence[PendingSum]) -> None:
     """Record the second instructions of split matmuls: y = sum of parts, + b."""
     for y, parts, b in pending:
-        sizes = y.size, parts.shape[0], int(b is not None), y.shape[1]
+        sizes = {"S": y.size, "K": len(parts), "M": y.shape[1]}
         ins = [parts] if b is None else [parts, contiguous(b)]
-        pieces = y.program.pieces(parts.size)
-        y.program.emit(f"{name} sums", _run_sums, [y], ins, Native(add_parts, sizes, pieces))
+        compiled = Native(add_parts, add_parts.numbers(sizes), y.program.pieces(parts.size))
+        y.program.emit(f"{name} sums", _run_sums, [y], ins, compiled)
 
 
 def _running(n_pairs: int) -> Callable[..., None]:
@@ -287,51 +288,32 @@ def split_products(args: int, piece: int, pieces: int, memory: int) -> None:
         vector_matrix(row, a[2] + start * w_row, w_row // 4, out)
 
 
-@native
-def add_parts(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of y = sum of parts, + b.
-
-    outputs: y (N, M); inputs: parts (P, N, M), and b (M,) if present. integers: N M, P, whether
-    there is b, M.
-    """
-    a = numbers(args, 4)
-    ptr, size, n_parts, has_b, width = words(args, 3), a[0], a[1], a[2], a[3]
-    start, stop = part(size, piece, pieces, LINE)
-    n = max(stop - start, 0)
-    y = float32s(ptr[0] + 4 * start, (n,))
+@declared("y (S) <- parts (K, S), b? (M)", unit=LINE)
+def add_parts(y: Any, parts: Any, b: Any, start: int) -> None:
+    """Compute y (N, M) = sum of parts (K, N, M), + b. S = N M."""
     y[:] = ZERO
-    for p in range(n_parts):
-        part_y = float32s(ptr[1] + 4 * (p * size + start), (n,))
-        for j in range(n):
+    for p in range(len(parts)):
+        part_y = parts[p, start : start + y.size]
+        for j in range(y.size):
             y[j] += part_y[j]
-    if has_b:
-        b = float32s(ptr[2], (width,))
-        for j in range(n):
-            y[j] += b[(start + j) % width]
+    if b.size:
+        for j in range(y.size):
+            y[j] += b[(start + j) % b.size]
 
 
-@native
-def sum_rows(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of out = sum of the rows of x, + b.
-
-    outputs: out (M,); inputs: x (N, M), and b (M,) if present. integers: N, M, whether there is b.
-    """
-    ptr, a = words(args, 3), numbers(args, 3)
-    n, m, has_b = a[0], a[1], a[2]
-    start, stop = part(m, piece, pieces, LINE)
-    if start >= stop:
-        return
-    size = (stop - start,)
-    out, partial = float32s(ptr[0] + 4 * start, size), np.zeros(stop - start, np.float32)
-    if has_b:
-        copy_rows(ptr[2] + 4 * start, 0, (ptr[0] + 4 * start, 0), (1, stop - start))
+@declared("out (M) <- x (N, M), b? (M)", unit=LINE)
+def sum_rows(out: Any, x: Any, b: Any, start: int, stop: int) -> None:
+    """Compute out = sum of the rows of x, + b."""
+    n, partial = len(x), np.zeros(out.size, np.float32)
+    if b.size:
+        copy(b, out)
     else:
         out[:] = ZERO
     for i in range(n):
-        row = float32s(ptr[1] + 4 * (i * m + start), size)
-        for j in range(stop - start):
+        row = x[i, start:stop]
+        for j in range(out.size):
             partial[j] += row[j]
         if i % FEW == FEW - 1 or i == n - 1:  # a sum of partial sums is more exact
-            for j in range(stop - start):
+            for j in range(out.size):
                 out[j] += partial[j]
             partial[:] = ZERO

@@ -20,25 +20,15 @@ from xformer.backends.numba.kernels.activations import (
 )
 from xformer.backends.numba.kernels.layout import (
     dense,
-    fresh_in,
     in_order,
     order_of,
-    program_of,
-    unrecordable,
+    record,
+    recorded,
 )
-from xformer.backends.numba.program.native import (
-    LINE,
-    Native,
-    bits,
-    float32s,
-    native,
-    part,
-    real,
-    words,
-)
+from xformer.backends.numba.program.declared import declared
+from xformer.backends.numba.program.native import LINE
 from xformer.base.printing import short
 from xformer.base.typing import Array
-from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops.glu import GluCache as ReferenceCache
 from xformer.ops.silu import FAR
@@ -47,27 +37,21 @@ FAR32, ONE = np.float32(FAR), np.float32(1)
 BLOCK = 2048  # elements: five blocks fit in a core's L1 cache
 
 
-def unsupported(gate: Array, up: Array, *, activation: str = "silu") -> str | None:
-    """Return why the numba kernel of `glu` cannot run, or None if it can.
-
-    It needs float32 arrays, not both constants of the program, and an activation of `FORMULAS`.
-    """
-    return unrecordable(gate, up) if activation in FORMULAS else f"no activation {activation!r}"
+def _refuses(gate: Array, up: Array, *, activation: str = "silu") -> str | None:
+    return None if activation in FORMULAS else f"no activation {activation!r}"
 
 
-@kernel(ops.glu, "numba.kernels", unsupported=unsupported)
+@recorded(ops.glu, _refuses)
 def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, NumbaGluCache]:
     """y = act(gate) * up."""
-    program, gate = program_of(gate, up), dense(gate)
-    order = order_of(gate)
-    up, y = in_order(up, order), fresh_in(program, order, gate.shape, gate.dtype)
+    gate = dense(gate)
+    up = in_order(up, order_of(gate))
 
     def run(y: Any, gate: Any, up: Any) -> None:
         np.copyto(y, ops.glu.reference(gate, up, activation=activation)[0])
 
-    code, number = FORMULAS[activation]
-    compiled = Native(forward, (y.size, code, bits(number)), program.pieces(y.size))
-    program.emit(f"glu {activation}", run, [y], [gate, up], compiled)
+    code, c = FORMULAS[activation]
+    (y,) = record(forward, f"glu {activation}", run, gate, up, code=code, c=c)
     return y, NumbaGluCache(gate, up, activation)
 
 
@@ -83,63 +67,44 @@ class NumbaGluCache(NamedTuple):
         """dgate = dact * act'(gate) with dact = dy * up; dup = dy * act(gate)."""
         gate, up, activation = self
         require_gradient("glu", "dy", dy, gate)
-        program, order = program_of(gate, up, dy), order_of(gate)
-        dgate, dup = (fresh_in(program, order, gate.shape, gate.dtype) for _ in range(2))
 
         def run(dgate: Any, dup: Any, gate: Any, up: Any, dy: Any) -> None:
             dgate[...], dup[...] = ReferenceCache(gate, up, activation).backward(dy)
 
-        code, number = FORMULAS[activation]
-        compiled = Native(backward, (dup.size, code, bits(number)), program.pieces(dup.size))
-        ins = [gate, up, in_order(dy, order)]
-        program.emit(f"glu {activation} backward", run, [dgate, dup], ins, compiled)
+        code, c = FORMULAS[activation]
+        name = f"glu {activation} backward"
+        dgate, dup = record(backward, name, run, gate, up, dy, code=code, c=c)
         return dgate, dup
 
 
-@native
-def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of y = act(gate) * up. A `Kernel` (see `native`).
-
-    outputs: y; inputs: gate, up. integers: the number of elements, the code of the activation
-    (`FORMULAS`), the bits of its parameter c.
-    """
-    a = words(args, 6)
-    number, act = real(a[5]), np.empty(BLOCK, np.float32)
-    start, stop = part(a[3], piece, pieces, LINE)
-    for first in range(start, stop, BLOCK):
-        n = (min(BLOCK, stop - first),)
-        y = float32s(a[0] + 4 * first, n)
-        gate, up = float32s(a[1] + 4 * first, n), float32s(a[2] + 4 * first, n)
-        if a[4] == SWISH and number == 1:
-            _silu_forward(gate, up, y)
+@declared("y (N) <- gate (N), up (N)", unit=LINE)
+def forward(y: Any, gate: Any, up: Any, code: int, c: float) -> None:
+    """Compute y = act(gate) * up. code, c: of the activation (`FORMULAS`)."""
+    acts = np.empty(BLOCK, np.float32)
+    for i in range(0, len(y), BLOCK):
+        at = slice(i, i + BLOCK)
+        act = acts[: len(y[at])]
+        if code == SWISH and c == 1:
+            _silu_forward(gate[at], up[at], y[at])
         else:
-            activate_block(a[4], number, gate, act[: n[0]])
-            _multiply(act[: n[0]], up, y)
+            activate_block(code, c, gate[at], act)
+            _multiply(act, up[at], y[at])
 
 
-@native
-def backward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of dgate = dy * up * act'(gate) and dup = dy * act(gate).
-
-    A `Kernel` (see `native`). outputs: dgate, dup; inputs: gate, up, dy. integers: the number of
-    elements, the code of the activation (`FORMULAS`), the bits of its parameter c.
-    """
-    a = words(args, 8)
-    number = real(a[7])
-    start, stop = part(a[5], piece, pieces, LINE)
+@declared("dgate (N), dup (N) <- gate (N), up (N), dy (N)", unit=LINE)
+def backward(dgate: Any, dup: Any, gate: Any, up: Any, dy: Any, code: int, c: float) -> None:
+    """Compute dgate = dy * up * act'(gate) and dup = dy * act(gate)."""
     acts, dacts = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    for first in range(start, stop, BLOCK):
-        n = (min(BLOCK, stop - first),)
-        dgate, dup = float32s(a[0] + 4 * first, n), float32s(a[1] + 4 * first, n)
-        gate, up = float32s(a[2] + 4 * first, n), float32s(a[3] + 4 * first, n)
-        dy, y, dact = float32s(a[4] + 4 * first, n), acts[: n[0]], dacts[: n[0]]
-        if a[6] == SWISH and number == 1:
-            _silu_backward(gate, up, dy, dgate, dup)
+    for i in range(0, len(dy), BLOCK):
+        at = slice(i, i + BLOCK)
+        y, dact = acts[: len(dy[at])], dacts[: len(dy[at])]
+        if code == SWISH and c == 1:
+            _silu_backward(gate[at], up[at], dy[at], dgate[at], dup[at])
         else:
-            activate_block(a[6], number, gate, y)
-            _multiply(dy, up, dact)
-            differentiate_block(a[6], number, y if a[6] in FROM_OUTPUT else gate, dact, dgate)
-            _multiply(dy, y, dup)
+            activate_block(code, c, gate[at], y)
+            _multiply(dy[at], up[at], dact)
+            differentiate_block(code, c, y if code in FROM_OUTPUT else gate[at], dact, dgate[at])
+            _multiply(dy[at], y, dup[at])
 
 
 @elementwise

@@ -7,52 +7,36 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba.compiled import elementwise
-from xformer.backends.numba.kernels.layout import program_of, unrecordable
-from xformer.backends.numba.program.namespace import contiguous
-from xformer.backends.numba.program.native import Native, float32s, native, part, words
+from xformer.backends.numba.kernels.layout import program_of, record, recorded
+from xformer.backends.numba.program.declared import declared
 from xformer.base.typing import Array
-from xformer.dispatch import kernel
 from xformer.ops.greedy import greedy as op
 
 
-def unsupported(logits: Array) -> str | None:
-    """Return why the numba kernel of `greedy` cannot run, or None if it can.
-
-    It needs float32 logits (B, V) with B, V > 0 that are no constant of the program.
-    """
-    if logits.ndim != 2 or 0 in logits.shape:
-        return "logits are not (B, V) with B, V > 0"
-    return unrecordable(logits)
+def _refuses(logits: Array) -> str | None:
+    fits = logits.ndim == 2 and 0 not in logits.shape
+    return None if fits else "logits are not (B, V) with B, V > 0"
 
 
-@kernel(op, "numba.kernels", unsupported=unsupported)
+@recorded(op, _refuses)
 def greedy(logits: Array) -> Array:
     """Return the id (B,) of the largest logit of each row of `logits` (B, V), the first of equals.
 
     The id is -1 if a logit is NaN or the largest logit is not finite.
     """
-    program, (n_rows, size) = program_of(logits), logits.shape
-    chosen = program.fresh((n_rows,), np.int64)
 
     def run(chosen: Any, logits: Any) -> None:
         np.copyto(chosen, op.reference(logits))
 
-    compiled = Native(largest_of_rows, (n_rows, size), program.threads if n_rows > 1 else 1)
-    program.emit("greedy", run, [chosen], [contiguous(logits)], compiled)
-    return chosen
+    pieces = program_of(logits).threads if len(logits) > 1 else 1
+    return record(largest_of_rows, "greedy", run, logits, pieces=pieces)[0]
 
 
-@native
-def largest_of_rows(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Find the largest logit of a piece of the rows.
-
-    outputs: chosen (B,) int64; inputs: logits (B, V). integers: B, V.
-    """
-    a = words(args, 4)
-    chosen = words(a[0], a[2])
-    start, stop = part(a[2], piece, pieces, 1)
-    for i in range(start, stop):
-        chosen[i] = _first_largest(float32s(a[1] + 4 * i * a[3], (a[3],)))
+@declared("chosen (B) int64 <- logits (B, V)")
+def largest_of_rows(chosen: Any, logits: Any) -> None:
+    """Find the largest logit of each row."""
+    for i in range(len(logits)):
+        chosen[i] = _first_largest(logits[i])
 
 
 @elementwise

@@ -16,16 +16,10 @@ import numpy as np
 
 from xformer.backends.numba.kernels.embedding import take_rows
 from xformer.backends.numba.kernels.gemm import Pair, matrix_strides, product
+from xformer.backends.numba.kernels.layout import record
+from xformer.backends.numba.program.declared import declared
 from xformer.backends.numba.program.namespace import contiguous
-from xformer.backends.numba.program.native import (
-    LINE,
-    Native,
-    float32s,
-    native,
-    numbers,
-    part,
-    words,
-)
+from xformer.backends.numba.program.native import LINE, Native, native, numbers, part, words
 from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.registers import HIGH
 from xformer.backends.numba.tuning import SPEED, VECTORS
@@ -43,11 +37,9 @@ class Order(NamedTuple):
 
 def emit_order(program: Program, ids: Array, n_experts: int) -> Order:
     """Record the sort of choices by expert. ids: (N, C) int64, checked to be in [0, E)."""
-    m, (n, c) = ids.size, ids.shape
-    order = Order(*(program.fresh((size,), np.int64) for size in (m, m, m, n_experts + 1)))
-    compiled = Native(sort, (n, c, n_experts))
-    program.emit("experts order", _run_order, order, [contiguous(ids)], compiled)
-    return order
+    shapes = {"M": (ids.size,), "E1": (n_experts + 1,)}
+    name = "experts order"
+    return Order(*record(sort, name, _run_order, ids, program=program, shapes=shapes, pieces=1))
 
 
 def _run_order(choices: Any, rows: Any, positions: Any, ends: Any, ids: Any) -> None:
@@ -58,21 +50,20 @@ def _run_order(choices: Any, rows: Any, positions: Any, ends: Any, ids: Any) -> 
     ends[...] = np.searchsorted(np.sort(ids, axis=None), np.arange(len(ends)))
 
 
-@native
-def sort(args: int, piece: int, pieces: int, memory: int) -> None:
+@declared(
+    "choices (M) int64, rows (M) int64, positions (M) int64, ends (E1) int64 <- ids (N, C) int64"
+)
+def sort(choices: Any, rows: Any, positions: Any, ends: Any, ids: Any) -> None:
     """Sort the choices by expert (counting sort).
 
-    outputs: the four arrays of `Order`; inputs: ids (N, C) int64. integers: N, C, E.
     The ids were checked, but the caller may change their array during a run: each id is read once
     and clamped to [0, E).
     """
-    a = words(args, 8)
-    m, c, n_experts = a[5] * a[6], a[6], a[7]
-    choices, rows, positions = words(a[0], m), words(a[1], m), words(a[2], m)
-    ends, ids = words(a[3], n_experts + 1), words(a[4], m)
+    m, c, n_experts = len(choices), ids.shape[1], len(ends) - 1
+    flat = ids.reshape(m)
     ends[:] = 0
     for i in range(m):
-        positions[i] = min(max(ids[i], 0), n_experts - 1)  # the expert, at first
+        positions[i] = min(max(flat[i], 0), n_experts - 1)  # the expert, at first
         ends[positions[i] + 1] += 1
     for e in range(n_experts):
         ends[e + 1] += ends[e]
@@ -86,49 +77,37 @@ def sort(args: int, piece: int, pieces: int, memory: int) -> None:
 
 def emit_rows(name: str, x: Array, order: Order) -> Array:
     """Return the rows of x (N, D) that the choices belong to, sorted by expert: (M, D)."""
-    program, m, (n, width) = order.rows.program, order.rows.size, x.shape
-    y = program.fresh((m, width), np.float32)
 
     def run(y: Any, x: Any, rows: Any) -> None:
         np.take(x, rows, axis=0, out=y)
 
-    compiled = Native(take_rows, (m, n, width), program.pieces(y.size))
-    program.emit(name, run, [y], [contiguous(x), order.rows], compiled)
-    return y
+    return record(take_rows, name, run, x, order.rows)[0]
 
 
 def emit_sums(name: str, x: Array, order: Order, n: int) -> Array:
     """Return y (n, D): for each row, the sum of x (M, D), sorted by expert, over its C choices."""
-    program, (m, width) = order.rows.program, x.shape
-    y = program.fresh((n, width), np.float32)
+    n_choices = x.shape[0] // max(n, 1)
 
     def run(y: Any, x: Any, positions: Any) -> None:
-        np.sum(x[positions.reshape(n, m // max(n, 1))], axis=1, out=y)
+        np.sum(x[positions.reshape(n, n_choices)], axis=1, out=y)
 
-    compiled = Native(sum_choices, (n, m // max(n, 1), width), program.pieces(x.size + y.size))
-    program.emit(name, run, [y], [x, order.positions], compiled)
-    return y
+    pieces = order.rows.program.pieces(x.size + n * x.shape[1])
+    return record(
+        sum_choices, name, run, x, order.positions, shapes={"N": (n,)}, pieces=pieces, c=n_choices
+    )[0]
 
 
-@native
-def sum_choices(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute a piece of the rows y[i] = sum over c of x[positions[i C + c]].
-
-    outputs: y (N, D); inputs: x (N C, D), sorted by expert, `Order.positions` (N C,) int64.
-    integers: N, C, D.
-    """
-    a = words(args, 6)
-    n, c, width = a[3], a[4], a[5]
-    positions = words(a[2], n * c)
-    start, stop = part(n, piece, pieces, 1)
+@declared("y (N, D) <- x (M, D), positions (M) int64")
+def sum_choices(y: Any, x: Any, positions: Any, start: int, stop: int, c: int) -> None:
+    """Compute the rows y[i] = sum over c choices of x[positions[i c + ...]], x sorted by expert."""
     for i in range(start, stop):
-        y = float32s(a[0] + 4 * i * width, (width,))
-        y[:] = np.float32(0)
+        total = y[i - start]
+        total[:] = np.float32(0)
         for position in positions[i * c : (i + 1) * c]:
-            if 0 <= position < n * c:
-                x = float32s(a[1] + 4 * position * width, (width,))
-                for j in range(width):
-                    y[j] += x[j]
+            if 0 <= position < len(x):
+                addend = x[position]
+                for j in range(addend.size):
+                    total[j] += addend[j]
 
 
 def emit_grouped(name: str, pairs: Sequence[Pair], order: Order) -> Array:

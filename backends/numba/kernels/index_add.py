@@ -8,36 +8,18 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends.numba.flash_rows import copy
+from xformer.backends.numba.kernels.layout import record, recorded
 from xformer.backends.numba.program import program
-from xformer.backends.numba.program.namespace import contiguous, take
-from xformer.backends.numba.program.native import (
-    LINE,
-    Native,
-    float32s,
-    native,
-    numbers,
-    operands,
-    part,
-    words,
-)
+from xformer.backends.numba.program.declared import declared
+from xformer.backends.numba.program.namespace import take
+from xformer.backends.numba.program.native import LINE
 from xformer.backends.numba.program.program import Program
 from xformer.base.printing import short
 from xformer.base.typing import Array
-from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_ids, require_shape
 
 
-def unsupported(x: Array, y: Array, *, ids: Array) -> str | None:
-    """Return why the numba kernel of `index_add` cannot run, or None if it can.
-
-    It needs x and y in float32. x, y and ids must not all be constants of the program.
-    """
-    if x.dtype != np.float32 or y.dtype != np.float32:
-        return "only float32"
-    return None if program.of([x, y, ids]) else "all arrays are constants"
-
-
-@kernel(ops.index_add, "numba.kernels", unsupported=unsupported)
+@recorded(ops.index_add)
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, NumbaIndexAddCache]:
     """out = x, then out[ids[n]] += y[n] for every n (`ops.index_add`).
 
@@ -74,41 +56,31 @@ def emit_sums(
 
     name: of the instruction. shape: (V, D). The caller has checked that ids are in [0, V).
     """
-    out = recorder.fresh(shape, np.float32)
-    ins = [contiguous(y), contiguous(ids)] + ([] if x is None else [contiguous(x)])
 
     def run(out: Any, y: Any, ids: Any, x: Any = 0) -> None:
         out[...] = x
         np.add.at(out, ids, y)
 
-    compiled = Native(add_rows, (len(ids), *shape), recorder.pieces(out.size + y.size))
-    recorder.emit(name, run, [out], ins, compiled)
-    return out
+    pieces, shapes = recorder.pieces(shape[0] * shape[1] + y.size), {"V": shape[:1]}
+    return record(add_rows, name, run, y, ids, x, shapes=shapes, pieces=pieces)[0]
 
 
-@native
-def add_rows(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Add y[i] to out[ids[i]] for all i, for a piece of the columns.
+@declared("out (V, D) <- y (N, D), ids (N) int64, x? (V, D)", cut="D", unit=LINE)
+def add_rows(out: Any, y: Any, ids: Any, x: Any, start: int, stop: int) -> None:
+    """Write out = x, or 0 without x, and add y[i] to out[ids[i]] for all i, in some columns.
 
-    outputs: out (V, D); inputs: y (N, D), ids (N,) int64, and x (V, D) if present, else x is 0.
-    integers: N, V, D. The ids were checked, but the caller may change their array during a run: a
-    row whose id is out of range is left out.
+    The ids were checked, but the caller may change their array during a run: a row whose id is out
+    of range is left out.
     """
-    ptr, a = words(args, 4), numbers(args, 3)
-    n, n_rows, width = a[0], a[1], a[2]
-    start, stop = part(width, piece, pieces, LINE)
-    size = (max(stop - start, 0),)
-    for i in range(n_rows):
-        row = float32s(ptr[0] + 4 * (i * width + start), size)
-        if operands(args) == 4:
-            copy(float32s(ptr[3] + 4 * (i * width + start), size), row)
+    for i in range(len(out)):
+        row = out[i, start:stop]
+        if len(x):
+            copy(x[i, start:stop], row)
         else:
             row[:] = np.float32(0)
-    ids = words(ptr[2], n)
-    for i in range(n):
+    for i in range(len(ids)):
         index = ids[i]  # read once: the bounds check must be of the value that is used
-        if 0 <= index < n_rows:
-            row = float32s(ptr[0] + 4 * (index * width + start), size)
-            addend = float32s(ptr[1] + 4 * (i * width + start), size)
+        if 0 <= index < len(out):
+            row, addend = out[index, start:stop], y[i, start:stop]
             for j in range(stop - start):
                 row[j] += addend[j]

@@ -21,30 +21,16 @@ from xformer.backends.numba.kernels.gemm import (
     matrix_strides,
     sum_rows,
 )
+from xformer.backends.numba.kernels.layout import record, recorded
 from xformer.backends.numba.program import namespace, program
-from xformer.backends.numba.program.namespace import contiguous, reshape
-from xformer.backends.numba.program.native import Native
+from xformer.backends.numba.program.namespace import reshape
 from xformer.backends.numba.program.program import Program
 from xformer.base.printing import short
 from xformer.base.typing import Array
-from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 
 
-def unsupported(
-    x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
-) -> str | None:
-    """Return why the numba kernel of `linear` cannot run, or None if it can.
-
-    It needs float32 arrays, not all constants of the program, and a matmul in NumPy's BLAS library.
-    """
-    arrays = [array for array in (x, w, b) if array is not None]
-    if any(array.dtype != np.float32 for array in arrays):
-        return "only float32"
-    return "all arrays are constants" if program.of(arrays) is None else matmul_unsupported()
-
-
-@kernel(ops.linear, "numba.kernels", unsupported=unsupported)
+@recorded(ops.linear, lambda *_, **__: matmul_unsupported())
 def linear(
     x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> tuple[Array, NumbaLinearCache]:
@@ -127,17 +113,12 @@ def weight_gradient(
 
 def column_sums(recorder: Program, dy: Array, initial: Array | None = None) -> Array:
     """Return db = sum of the rows of dy (N, O), in order, + initial (O,)."""
-    dy = contiguous(dy)
-    n, m = dy.shape
-    db = recorder.fresh((m,), np.float32)
 
     def run(db: Any, dy: Any, initial: Any = 0) -> None:
         np.add(np.sum(dy, axis=0), initial, out=db)
 
-    compiled = Native(sum_rows, (n, m, int(initial is not None)), recorder.pieces(dy.size))
-    ins = [dy] if initial is None else [dy, initial]
-    recorder.emit("linear db", run, [db], ins, compiled)
-    return db
+    pieces = recorder.pieces(dy.size)
+    return record(sum_rows, "linear db", run, dy, initial, program=recorder, pieces=pieces)[0]
 
 
 def rows_of(x: Array) -> Array:

@@ -13,6 +13,7 @@ import numpy as np
 from xformer import ops
 from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels.gemm import add_bias, matmul_operand, matrix_strides, product
+from xformer.backends.numba.kernels.layout import recorded
 from xformer.backends.numba.kernels.linear import column_sums, rows_of, weight_gradient
 from xformer.backends.numba.kernels.losses import (
     Options,
@@ -24,14 +25,23 @@ from xformer.backends.numba.kernels.losses import (
 )
 from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.namespace import contiguous, reshape
-from xformer.backends.numba.program.native import Native, float32s, native, numbers, part, words
+from xformer.backends.numba.program.native import (
+    Native,
+    bits,
+    float32s,
+    native,
+    numbers,
+    part,
+    real,
+    words,
+)
 from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.program.traced import constant
 from xformer.backends.numba.registers import HIGH
 from xformer.backends.numba.tuning import SPEED
 from xformer.base.printing import short
 from xformer.base.typing import Array
-from xformer.dispatch import is_inference, kernel
+from xformer.dispatch import is_inference
 from xformer.dispatch.checks import require_gradient
 from xformer.ops._loss import loss_options
 
@@ -40,31 +50,15 @@ LOGITS = 1 << 19  # logits that a thread computes at a time: they stay in caches
 ROWS = 384  # rows of a thread at a time, at least: it reads all weights for each group of rows
 
 
-def unsupported(
-    x: Array,
-    w: Array,
-    b: Array | None = None,
-    *,
-    targets: Array,
-    trainable: bool = True,
-    **options: Any,
-) -> str | None:
-    """Return why the numba kernel of `linear_cross_entropy` cannot run, or None if it can.
-
-    It needs float32 arrays, at least one class, a reduction other than "none", arrays and targets
-    that are not all constants of the program, and a matmul in NumPy's BLAS library.
-    """
-    arrays = [x, w] if b is None else [x, w, b]
-    if any(array.dtype != np.float32 for array in arrays) or w.shape[1] == 0:
+def _refuses(x: Array, w: Array, b: Array | None = None, **options: Any) -> str | None:
+    if w.shape[1] == 0:
         return "only float32, and at least one class"
     if options.get("reduction") == "none":
         return 'reduction "none" has a dloss for each token'
-    if program.of([*arrays, targets]) is None:
-        return "all arrays are constants"
     return matmul_unsupported()
 
 
-@kernel(ops.linear_cross_entropy, "numba.kernels", unsupported=unsupported)
+@recorded(ops.linear_cross_entropy, _refuses)
 def linear_cross_entropy(
     x: Array,
     w: Array,
@@ -97,7 +91,7 @@ def linear_cross_entropy(
             dw = weight_gradient(recorder, head.x[chunk], w, dlogits, dw)
         if back and b is not None:
             db = column_sums(recorder, dlogits, db)
-    loss = weighted_sum(recorder, losses, tokens.weight)
+    loss = weighted_sum(losses, tokens.weight)
     cache = NumbaLinearCrossEntropyCache(reshape(dx, x.shape), dw, db) if back else None
     return loss, cache
 
@@ -169,7 +163,7 @@ class _Head(NamedTuple):
         n_rows = max(ROWS, LOGITS // n_classes)
         sizes = n, d, n_classes, *layout, int(b is not None), int(back), n_rows
         pieces = recorder.pieces(n * d * n_classes // SPEED)
-        constants = *sizes, *options.words()
+        constants = *sizes, *map(bits, options.numbers().values())
         compiled = Native(differentiate_linear, constants, pieces, blas=True)
         recorder.emit("linear loss", run, outs, ins, compiled)
         return dlogits
@@ -185,7 +179,7 @@ def differentiate_linear(args: int, piece: int, pieces: int, memory: int) -> Non
     """
     ptr, a = words(args, 8), numbers(args, 10)
     n, d, v, row_stride, column_stride, has_b, back = a[0], a[1], a[2], a[3], a[4], a[5], a[6]
-    options = option_array(a[8], a[9], float32s(ptr[6], (1,))[0])
+    options = option_array(real(a[8]), real(a[9]), float32s(ptr[6], (1,))[0])
     start, stop = part(n, piece, pieces, HIGH)
     for first in range(start, stop, a[7]):
         rows = min(a[7], stop - first)

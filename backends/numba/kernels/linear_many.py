@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels.gemm import emit_sums
+from xformer.backends.numba.kernels.layout import unrecordable
 from xformer.backends.numba.kernels.linear import emit_linear, input_gradient
-from xformer.backends.numba.kernels.linear import unsupported as linear_unsupported
 from xformer.backends.numba.program.traced import Traced
 from xformer.base.tree import Frozen, value
 from xformer.base.typing import Array
@@ -28,7 +29,7 @@ def unsupported(
         arrays = [x, w] if b is None else [x, w, b]
         if not all(isinstance(array, Traced) for array in arrays) or not _fit(x, w, b):
             return "types or shapes do not fit"
-        if why := linear_unsupported(x, w, b):
+        if why := unrecordable(*arrays) or matmul_unsupported():
             return why
     return None if params else "there are no maps"
 

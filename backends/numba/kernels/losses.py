@@ -13,8 +13,9 @@ import numpy as np
 from xformer import ops
 from xformer.backends.numba.compiled import LOG2_E, exp2, less, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
-from xformer.backends.numba.program.namespace import contiguous, reshape
-from xformer.backends.numba.program.native import Native, bits, float32s, native, real, words
+from xformer.backends.numba.kernels.layout import record
+from xformer.backends.numba.program.declared import declared
+from xformer.backends.numba.program.namespace import reshape
 from xformer.backends.numba.program.program import Program
 from xformer.base.typing import Array
 from xformer.dispatch.checks import as_indices
@@ -30,9 +31,9 @@ class Options(LossOptions):
 
     __slots__ = ()
 
-    def words(self) -> tuple[int, int]:
-        """Return the bits of label_smoothing and z_loss, as numbers of an instruction."""
-        return bits(self.label_smoothing), bits(self.z_loss)
+    def numbers(self) -> dict[str, Any]:
+        """Return label_smoothing and z_loss, as numbers of an instruction."""
+        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
 
     def reference(self, logits: Any, targets: Any) -> Any:
         """Return the losses of all tokens and their cache, computed by the op's reference."""
@@ -59,8 +60,7 @@ def tokens_of(program: Program, logits: Array, targets: Array, options: Options)
     logits: (..., V); only the size V is used.
     """
     _, kept = split_ignored(logits, targets, options.ignore_index)  # records the checks
-    ids = contiguous(reshape(as_indices(targets), (targets.size,)))
-    copy, weight = program.fresh(ids.shape, np.int64), program.fresh((1,), np.float32)
+    ids = reshape(as_indices(targets), (targets.size,))
     ignored = None if kept is None else int(options.ignore_index)  # type: ignore[arg-type]
     if ignored is not None and not INDICES.min <= ignored <= INDICES.max:
         ignored = None
@@ -71,62 +71,56 @@ def tokens_of(program: Program, logits: Array, targets: Array, options: Options)
         copy[...] = np.where(outside if ignored is None else outside | (ids == ignored), -1, ids)
         weight[0] = 1 / max((copy >= 0).sum(), 1) if is_mean else 1
 
-    sizes = ids.size, n_classes, int(ignored is not None), ignored or 0, int(is_mean)
-    program.emit("targets", run, [copy, weight], [ids], Native(copy_targets, sizes))
-    return Tokens(copy, weight)
+    numbers: Any = {
+        "n_classes": n_classes,
+        "ignores": ignored is not None,
+        "ignored": ignored or 0,
+        "is_mean": is_mean,
+    }
+    return Tokens(*record(copy_targets, "targets", run, ids, program=program, pieces=1, **numbers))
 
 
-def weighted_sum(program: Program, losses: Array, weight: Array) -> Array:
+def weighted_sum(losses: Array, weight: Array) -> Array:
     """Return weight * sum(losses), (). losses: (N,)   weight: (1,)"""
-    loss = program.fresh((), np.float32)
 
     def run(loss: Any, losses: Any, weight: Any) -> None:
         loss[...] = np.sum(losses, dtype=np.float64) * weight[0]
 
-    program.emit("loss", run, [loss], [losses, weight], Native(sum_losses, (losses.size,)))
-    return loss
+    return record(sum_losses, "loss", run, losses, weight)[0]
 
 
-@native
-def copy_targets(args: int, piece: int, pieces: int, memory: int) -> None:
+@declared("targets (N) int64, weight (1) <- ids (N) int64")
+def copy_targets(
+    targets: Any, weight: Any, ids: Any, n_classes: int, ignores: int, ignored: int, is_mean: int
+) -> None:
     """Copy the target ids, with the ids to ignore marked, and compute the weight of a token's loss.
 
-    outputs: targets (N,) int64, weight (1,); inputs: ids (N,) int64. integers: N, V, whether there
-    is an id to ignore, that id, whether the loss is a mean. The ids were checked, but the caller
-    may change their array during a run: an id that is out of range is ignored.
+    ignores: whether there is an id to ignore, `ignored`. The ids were checked, but the caller may
+    change their array during a run: an id that is out of range is ignored.
     """
-    a = words(args, 8)
-    n, n_classes, ignores, ignored, is_mean = a[3], a[4], a[5], a[6], a[7]
-    targets, ids, n_kept = words(a[0], n), words(a[2], n), 0
-    for i in range(n):
+    n_kept = 0
+    for i in range(len(ids)):
         target = ids[i]
         counts = 0 <= target < n_classes and not (ignores and target == ignored)
         targets[i] = target if counts else IGNORED
         n_kept += 1 if counts else 0
-    float32s(a[1], (1,))[0] = ONE / np.float32(max(n_kept, 1)) if is_mean else ONE
+    weight[0] = ONE / np.float32(max(n_kept, 1)) if is_mean else ONE
 
 
-@native
-def sum_losses(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute loss = weight * sum(losses) in float64.
-
-    outputs: loss (); inputs: losses (N,), weight (1,). integers: N.
-    """
-    a = words(args, 4)
-    losses, result = float32s(a[1], (a[3],)), 0.0
-    for loss in losses:
-        result += loss
-    float32s(a[0], (1,))[0] = np.float32(result * float32s(a[2], (1,))[0])
+@declared("loss () <- losses (N), weight (1)")
+def sum_losses(loss: Any, losses: Any, weight: Any) -> None:
+    """Compute loss = weight * sum(losses) in float64."""
+    result = 0.0
+    for x in losses:
+        result += x
+    loss[0] = np.float32(result * weight[0])
 
 
 @rowwise
-def option_array(label_smoothing: int, z_loss: int, weight: Any) -> Any:
-    """Return (label smoothing, z loss, weight) as the array that `differentiate` reads.
-
-    label_smoothing, z_loss: bits, as from `Options.words`.
-    """
+def option_array(label_smoothing: float, z_loss: float, weight: Any) -> Any:
+    """Return (label smoothing, z loss, weight) as the array that `differentiate` reads."""
     options = np.empty(3, np.float32)
-    options[0], options[1], options[2] = real(label_smoothing), real(z_loss), weight
+    options[0], options[1], options[2] = label_smoothing, z_loss, weight
     return options
 
 

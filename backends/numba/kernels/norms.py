@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.compiled import FEW, elementwise, inlined
-from xformer.backends.numba.kernels.layout import dense, in_order, order_of
+from xformer.backends.numba.compiled import FEW, elementwise
+from xformer.backends.numba.kernels.layout import dense, in_order, order_of, program_of
 from xformer.backends.numba.program import namespace
-from xformer.backends.numba.program.native import float32s
-from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.program.traced import Traced, constant
 
 GROUP = FEW  # rows that all steps of a kernel process before the next rows: they stay in the cache
@@ -21,6 +19,7 @@ def operands(x: Traced, r: Traced | None, w: Traced | None, b: Traced | None) ->
 
     x, r: (..., D)   w, b: (D,). r None stays None. w None becomes ones, b None becomes zeros.
     """
+    program_of(x, r, w, b)  # Unrecorded if one is an array of NumPy
     width = x.shape[-1]
     x = dense(x, 1)
     r = None if r is None else in_order(r, order_of(x, 1))
@@ -29,20 +28,9 @@ def operands(x: Traced, r: Traced | None, w: Traced | None, b: Traced | None) ->
     return x, r, w, b
 
 
-def pieces_of(program: Program, x: Traced) -> int:
-    """Return the number of pieces for the rows of x (..., D): one a thread, or 1 if x is small."""
-    return max(1, min(program.pieces(x.size), x.size // x.shape[-1]))
-
-
 def summed(parts: Traced) -> Traced:
     """Return the sum of parts (pieces, D) over pieces, in order."""
     return parts[0] if len(parts) == 1 else namespace.sum(parts, axis=0)
-
-
-@inlined
-def block(address: Any, start: Any, stop: Any, width: Any) -> Any:
-    """Return the rows `start` to `stop` of the float32 array (N, width) at an address."""
-    return float32s(address + 4 * start * width, (stop - start, width))
 
 
 @elementwise

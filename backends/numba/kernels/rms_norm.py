@@ -1,7 +1,6 @@
 """`rms_norm`, and `rms_norm` of a sum x + r for `add_norm`. Each row is read once.
 
-The arithmetic is in `rows_forward` and `rows_backward`. The other functions check arguments, record
-instructions and divide the rows among pieces.
+The arithmetic is in `rows_forward` and `rows_backward`.
 """
 
 from __future__ import annotations
@@ -13,41 +12,20 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends.numba.compiled import FEW, rowwise
-from xformer.backends.numba.kernels.layout import (
-    fresh_in,
-    in_order,
-    order_of,
-    program_of,
-    unrecordable,
-)
-from xformer.backends.numba.kernels.norms import (
-    GROUP,
-    add,
-    add_to,
-    block,
-    operands,
-    pieces_of,
-    summed,
-)
-from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
+from xformer.backends.numba.kernels.layout import in_order, order_of, program_of, record, recorded
+from xformer.backends.numba.kernels.norms import GROUP, add, add_to, operands, summed
+from xformer.backends.numba.program.declared import declared
 from xformer.base.printing import short
 from xformer.base.typing import Array
-from xformer.dispatch import kernel
 from xformer.dispatch.checks import number, require_axis, require_gradient
 from xformer.ops.rms_norm import RmsNormCache as ReferenceCache
 
 
-def unsupported(
-    x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
-) -> str | None:
-    """Return why the numba kernel of `rms_norm` cannot run, or None if it can.
-
-    It needs float32 arrays, not all constants of the program, and offset 0 if w is None.
-    """
-    return "an offset without w" if w is None and offset != 0 else unrecordable(x, w)
+def _refuses(x: Array, w: Array | None = None, *, offset: float = 0.0, **_: Any) -> str | None:
+    return "an offset without w" if w is None and offset != 0 else None
 
 
-@kernel(ops.rms_norm, "numba.kernels", unsupported=unsupported)
+@recorded(ops.rms_norm, _refuses)
 def rms_norm(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> tuple[Array, NumbaRmsNormCache]:
@@ -66,11 +44,8 @@ def normalise(
 
     x, r, s, y: (..., D)   w: (D,) or None
     """
-    program, has_w = program_of(x, r, w), w is not None
+    has_w = w is not None
     x, r, w, _ = operands(x, r, w, None)
-    order = order_of(x, 1)
-    y = fresh_in(program, order, x.shape, x.dtype)
-    rstd = fresh_in(program, order, (*x.shape[:-1], 1), x.dtype)
 
     def run(y: Any, rstd: Any, x: Any, w: Any) -> None:
         y[...], cache = ops.rms_norm.reference(x, w, eps=eps, offset=offset)
@@ -79,13 +54,11 @@ def normalise(
     def run_sum(y: Any, rstd: Any, s: Any, x: Any, r: Any, w: Any) -> None:
         run(y, rstd, np.add(x, r, out=s), w)
 
-    numbers = x.size // x.shape[-1], x.shape[-1], bits(eps), bits(offset)
-    pieces = pieces_of(program, x)
+    numbers: Any = {"eps": eps, "offset": offset}
     if r is None:
-        program.emit("rms_norm", run, [y, rstd], [x, w], Native(forward, numbers, pieces))
+        y, rstd = record(forward, "rms_norm", run, x, w, **numbers)
         return x, y, NumbaRmsNormCache(x, w, rstd, offset, has_w)
-    s, compiled = fresh_in(program, order, x.shape, x.dtype), Native(add_forward, numbers, pieces)
-    program.emit("add rms_norm", run_sum, [y, rstd, s], [x, r, w], compiled)
+    y, rstd, s = record(add_forward, "add rms_norm", run_sum, x, r, w, **numbers)
     return s, y, NumbaRmsNormCache(s, w, rstd, offset, has_w)
 
 
@@ -107,115 +80,72 @@ class NumbaRmsNormCache(NamedTuple):
         """As `backward`, with ds (..., D) added to dx unless ds is None."""
         x, w, rstd, offset, has_w = self
         require_gradient("rms_norm", "dy", dy, x)
-        program, order = program_of(x, w, dy, ds), order_of(x, 1)
-        dx, pieces = fresh_in(program, order, x.shape, x.dtype), pieces_of(program, x)
-        dws = program.fresh((pieces, x.shape[-1]), x.dtype)  # dw is the sum over pieces
-        dy, has_ds = in_order(dy, order), ds is not None
-        ds = dy if ds is None else in_order(ds, order)
+        program_of(x, w, dy, ds)  # Unrecorded if one is an array of NumPy
+        has_ds, dy = ds is not None, in_order(dy, order_of(x, 1))
 
         def run(dx: Any, dws: Any, x: Any, w: Any, rstd: Any, dy: Any, ds: Any) -> None:
             dx_norm, dw = ReferenceCache(x, w, rstd, offset).backward(dy)
             dx[...] = dx_norm + ds if has_ds else dx_norm
             dws[0], dws[1:] = dw, 0
 
-        numbers = x.size // x.shape[-1], x.shape[-1], bits(offset), has_ds
-        compiled = Native(backward, numbers, pieces)
-        program.emit("rms_norm backward", run, [dx, dws], [x, w, rstd, dy, ds], compiled)
+        numbers: Any = {"offset": offset, "has_ds": has_ds}
+        ins = x, w, rstd, dy, ds if has_ds else dy
+        dx, dws = record(backward, "rms_norm backward", run, *ins, **numbers)
         return dx, summed(dws) if has_w else None
 
 
-@native
-def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Normalise a piece of the rows.
-
-    outputs: y (N, D), rstd (N,); inputs: x (N, D), w (D,). integers: N, D, bits of eps and offset.
-    """
-    a = words(args, 8)
-    start, stop = part(a[4], piece, pieces, 1)
-    gain = _gain(a[3], a[5], real(a[7]))
-    _normalise(a[0], a[1], a[2], gain, start, stop, real(a[6]))
+@declared("y (N, D), rstd (N, 1) <- x (N, D), w (D)")
+def forward(y: Any, rstd: Any, x: Any, w: Any, eps: float, offset: float) -> None:
+    """Normalise rows."""
+    rows_forward(x, _gain(w, offset), np.float32(eps), y, rstd)
 
 
-@native
-def add_forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute s = x + r and normalise s, for a piece of the rows.
+@declared("y (N, D), rstd (N, 1), s (N, D) <- x (N, D), r (N, D), w (D)")
+def add_forward(
+    y: Any, rstd: Any, s: Any, x: Any, r: Any, w: Any, eps: float, offset: float
+) -> None:
+    """Compute s = x + r and normalise s."""
+    gain = _gain(w, offset)
+    for i in range(0, len(s), GROUP):
+        at = slice(i, i + GROUP)
+        add(x[at], r[at], s[at])
+        rows_forward(s[at], gain, np.float32(eps), y[at], rstd[at])
 
-    outputs: y (N, D), rstd (N,), s (N, D); inputs: x, r (N, D), w (D,). integers: N, D, bits of eps
-    and offset.
-    """
-    a = words(args, 10)
-    start, stop = part(a[6], piece, pieces, 1)
-    gain = _gain(a[5], a[7], real(a[9]))
-    for first in range(start, stop, GROUP):
-        end = min(first + GROUP, stop)
-        add(
-            block(a[3], first, end, a[7]),
-            block(a[4], first, end, a[7]),
-            block(a[2], first, end, a[7]),
-        )
-        _normalise(a[0], a[1], a[2], gain, first, end, real(a[8]))
+
+@declared("dx (N, D), dws (P, D) <- x (N, D), w (D), rstd (N, 1), dy (N, D), ds (N, D)")
+def backward(
+    dx: Any, dws: Any, x: Any, w: Any, rstd: Any, dy: Any, ds: Any, offset: float, has_ds: int
+) -> None:
+    """Compute dx, and what the rows add to dw. has_ds: whether to add ds to dx."""
+    gain, partial = _gain(w, offset), np.empty((1, w.size), np.float32)
+    dws[:] = 0
+    for i in range(0, len(dx), GROUP):
+        at = slice(i, i + GROUP)
+        rows_backward(x[at], gain, rstd[at], dy[at], dx[at], partial[0])
+        add_to(dws, partial)
+        if has_ds:
+            add_to(dx[at], ds[at])
 
 
 @rowwise
-def _gain(w: int, width: int, offset: float) -> Any:
-    """Return offset + w as a new array (width,). w: its address."""
-    gain = np.empty(width, np.float32)
-    weights = float32s(w, (width,))
-    for j in range(width):
-        gain[j] = weights[j] + np.float32(offset)
+def _gain(w: Any, offset: float) -> Any:
+    """Return offset + w as a new array (D,)."""
+    gain = np.empty(w.size, np.float32)
+    for j in range(w.size):
+        gain[j] = w[j] + np.float32(offset)
     return gain
 
 
 @rowwise
-def _normalise(y: int, rstd: int, x: int, gain: Any, first: int, end: int, eps: float) -> None:
-    """Normalise the rows `first` to `end`. y, rstd, x: addresses. gain: (D,)."""
-    rows_forward(
-        block(x, first, end, gain.size),
-        gain,
-        np.float32(eps),
-        block(y, first, end, gain.size),
-        float32s(rstd + 4 * first, (end - first,)),
-    )
-
-
-@native
-def backward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Compute dx of a piece of the rows, and what these rows add to dw.
-
-    outputs: dx (N, D), dws (pieces, D); inputs: x (N, D), w (D,), rstd (N,), dy, ds (N, D).
-    integers: N, D, bits of offset, whether to add ds to dx (1) or to ignore ds (0).
-    """
-    a = words(args, 11)
-    start, stop = part(a[7], piece, pieces, 1)
-    gain, partial = _gain(a[3], a[8], real(a[9])), np.empty((1, a[8]), np.float32)
-    sums = block(a[1], piece, piece + 1, a[8])
-    sums[:] = 0
-    for first in range(start, stop, GROUP):
-        end = min(first + GROUP, stop)
-        dx = block(a[0], first, end, a[8])
-        rows_backward(
-            block(a[2], first, end, a[8]),
-            gain,
-            float32s(a[4] + 4 * first, (end - first,)),
-            block(a[5], first, end, a[8]),
-            dx,
-            partial[0],
-        )
-        add_to(sums, partial)
-        if a[10]:
-            add_to(dx, block(a[6], first, end, a[8]))
-
-
-@rowwise
 def rows_forward(x: Any, gain: Any, eps: Any, y: Any, rstd: Any) -> None:
-    """Write y (n, D) and rstd (n,) of the rows x (n, D). gain: offset + w (D,)."""
+    """Write y (n, D) and rstd (n, 1) of the rows x (n, D). gain: offset + w (D,)."""
     n, width = x.shape
     for i in range(n):
         total = np.float32(0)
         for j in range(width):
             total += x[i, j] * x[i, j]
         scale = np.float32(1) / math.sqrt(total / np.float32(width) + eps)
-        rstd[i] = scale
+        rstd[i, 0] = scale
         for j in range(width):
             y[i, j] = x[i, j] * scale * gain[j]
 
@@ -227,7 +157,7 @@ def rows_backward(x: Any, gain: Any, rstd: Any, dy: Any, dx: Any, dw: Any) -> No
     sums = np.zeros(width, x.dtype)
     dw[:] = 0
     for i in range(n):
-        scale, mean = rstd[i], np.float32(0)  # mean of dxhat * xhat
+        scale, mean = rstd[i, 0], np.float32(0)  # mean of dxhat * xhat
         for j in range(width):
             xhat = x[i, j] * scale
             mean += dy[i, j] * gain[j] * xhat

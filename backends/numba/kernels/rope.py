@@ -12,13 +12,12 @@ from xformer.backends.numba.kernels.layout import (
     fresh_in,
     order_of,
     program_of,
-    unrecordable,
+    recorded,
 )
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
 from xformer.base.printing import short
 from xformer.base.typing import Array
-from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops.rope import RopeCache as ReferenceCache
 from xformer.ops.rope import require_tables
@@ -26,15 +25,7 @@ from xformer.ops.rope import require_tables
 FLOAT = 4  # bytes
 
 
-def unsupported(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> str | None:
-    """Return why the numba kernel of `rope` cannot run, or None if it can.
-
-    It needs float32 arrays, not all constants of the program.
-    """
-    return unrecordable(x, cos, sin)
-
-
-@kernel(ops.rope, "numba.kernels", unsupported=unsupported)
+@recorded(ops.rope)
 def rope(
     x: Array, *, cos: Array, sin: Array, interleaved: bool = False
 ) -> tuple[Array, NumbaRopeCache]:

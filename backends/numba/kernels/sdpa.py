@@ -18,6 +18,7 @@ import numpy as np
 from xformer import ops
 from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels import sdpa_flash, sdpa_general, sdpa_one_query
+from xformer.backends.numba.kernels.layout import recorded
 from xformer.backends.numba.kernels.sdpa_operands import N_INS, Attention, Operands, swap_heads
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Kernel, Native
@@ -27,7 +28,6 @@ from xformer.backends.numba.tuning import HEADS, WORTH
 from xformer.backends.numpy.tiles import FEW
 from xformer.base.printing import short
 from xformer.base.typing import Array
-from xformer.dispatch import kernel
 from xformer.dispatch.checks import require_gradient
 from xformer.ops._attention import sdpa_options
 
@@ -35,29 +35,9 @@ from xformer.ops._attention import sdpa_options
 ONE_QUERY_WORTH = 8 * WORTH
 
 
-def unsupported(
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Array | None = None,
-    sinks: Array | None = None,
-    *,
-    mask: Array | None = None,
-    **options: Any,
-) -> str | None:
-    """Return why the numba kernel of `sdpa` cannot run, or None if it can.
-
-    It needs float32 arrays that are not empty, and not all constants of the program; a
-    dropout_rate below 1 - 2^-33 if it is a float; a dropout_key whose step, if it is recorded, is
-    a single integer; and a matmul in NumPy's BLAS library.
-    """
-    arrays = [x for x in (q, k, v, bias, sinks) if x is not None]
-    if any(x.dtype != np.float32 for x in arrays):
-        return "only float32"
+def _refuses(q: Array, k: Array, v: Array, *more: Any, **options: Any) -> str | None:
     if 0 in (*q.shape, *k.shape, *v.shape):
         return "empty arrays have nothing to compute"
-    if of([*arrays, mask]) is None:
-        return "all arrays are constants"
     rate = options.get("dropout_rate")
     if type(rate) is float and round(rate * 2**32) == 2**32:
         return "at a rate of 1 there are no random words"
@@ -67,7 +47,7 @@ def unsupported(
     return matmul_unsupported()
 
 
-@kernel(ops.sdpa, "numba.kernels", unsupported=unsupported)
+@recorded(ops.sdpa, _refuses)
 def sdpa(
     q: Array,
     k: Array,

@@ -5,8 +5,10 @@ run.py          record a function of arrays, and run it
 traced.py       arrays without values, with which the function is called to record it
 namespace.py    the array API on these arrays; kernels of ops are in `backends/numba/kernels`
 elementwise.py, typed.py, reduce.py, indexed.py   kernels of functions of the array API
+formulas.py     formulas of elementwise functions, and loops that compute them
 strided.py      loops over strided arrays for these kernels
 native.py       how to write a kernel
+declared.py     kernels that are declared by their arrays
 program.py      instructions, and the program that holds them
 plan.py         offsets of buffers in the arena, and where threads wait
 donate.py       results in the memory of donated arguments

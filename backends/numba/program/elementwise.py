@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from xformer.backends.numba.atomic import array_like
 from xformer.backends.numba.compiled import elementwise
+from xformer.backends.numba.program.formulas import OF_REALS, loops_of
 from xformer.backends.numba.program.native import (
-    Kernel,
     Native,
-    float32s,
-    float64s,
     native,
+    numbers,
+    operands,
     part,
     words,
 )
@@ -22,22 +22,10 @@ from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.program.strided import AXES, loop_over, size_of, words_of
 from xformer.backends.numba.program.traced import Traced
 
-CODES = {
-    name: code
-    for code, name in enumerate(
-        (
-            *("add", "subtract", "multiply", "divide", "maximum", "minimum"),
-            *("negative", "abs", "exp", "log", "sqrt", "square", "tanh", "copy"),
-            *("cos", "sin", "pow", "log1p"),
-        )
-    )
-}
-ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM, NEGATIVE, ABS, EXP, LOG, SQRT, SQUARE, TANH = (
-    range(13)
-)
-COS, SIN, POW, LOG1P = 14, 15, 16, 17
+CODES = {name: code for code, name in enumerate(OF_REALS)}
 LINE, BLOCK = 16, 1024  # elements: of a cache line; that are computed at once
 NUMBERS = 1 + 4 * AXES  # words of `spec`: code of the function, sizes, strides of y, x1, x2
+_loops = loops_of(OF_REALS)
 
 
 def find_native(
@@ -45,13 +33,9 @@ def find_native(
 ) -> tuple[Native, list[Any]] | None:
     """Return the native form of the function `name`, and ins as arrays; None without a kernel."""
     code, dtype = CODES.get(name), out.dtype
-    kernels: tuple[Kernel, ...] | None = {
-        "float32": (unary32, binary32),
-        "float64": (unary64, binary64),
-    }.get(dtype.name)
-    if name == "copy" and ins[0].dtype == dtype:
-        kernels = {4: (unary32, unary32), 8: (unary64, unary64)}.get(dtype.itemsize)
-    if code is None or kernels is None or not out.size:
+    # A copy of another dtype moves words of the same size.
+    copies = name == "copy" and ins[0].dtype == dtype and dtype.itemsize in (4, 8)
+    if code is None or not out.size or not (copies or dtype in (np.float32, np.float64)):
         return None
     arrays = [
         x if isinstance(x, Traced) else np.asarray(x, getattr(x, "dtype", dtype)) for x in ins
@@ -62,74 +46,41 @@ def find_native(
     loop = loop_over(out.shape, (*layouts, layouts[-1])[:3])
     if loop is None:
         return None
-    kernel = kernels[len(arrays) - 1]
+    kernel = of_float32 if dtype.itemsize == 4 else of_float64
     return Native(kernel, (code, *words_of(loop)), program.pieces(size_of(loop))), arrays
 
 
 @native
-def unary32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y = f(x) in float32. outputs: y; inputs: x; integers: spec (with the strides of x twice)."""
-    a = words(args, 2)
-    _all32(a[0], a[1], a[1], words(args + 16, NUMBERS), piece, pieces)
+def of_float32(args: int, piece: int, pieces: int, memory: int) -> None:
+    """y = f(x1) or f(x1, x2). outputs: y; inputs: x1, or x1 and x2; integers: spec (`NUMBERS`)."""
+    _compute(args, piece, pieces, np.empty((2, BLOCK), np.float32))
 
 
 @native
-def binary32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y = f(x1, x2) in float32. outputs: y; inputs: x1, x2; integers: spec."""
-    a = words(args, 3)
-    _all32(a[0], a[1], a[2], words(args + 24, NUMBERS), piece, pieces)
-
-
-@native
-def unary64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y = f(x) in float64. outputs: y; inputs: x; integers: spec (with the strides of x twice)."""
-    a = words(args, 2)
-    _all64(a[0], a[1], a[1], words(args + 16, NUMBERS), piece, pieces)
-
-
-@native
-def binary64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y = f(x1, x2) in float64. outputs: y; inputs: x1, x2; integers: spec."""
-    a = words(args, 3)
-    _all64(a[0], a[1], a[2], words(args + 24, NUMBERS), piece, pieces)
+def of_float64(args: int, piece: int, pieces: int, memory: int) -> None:
+    """As `of_float32`."""
+    _compute(args, piece, pieces, np.empty((2, BLOCK), np.float64))
 
 
 @elementwise
-def _all32(y: int, x1: int, x2: int, spec: Any, piece: int, pieces: int) -> None:
-    """Compute a piece (see `cut`) in float32. y, x1, x2: addresses. spec: see `NUMBERS`."""
-    start, stop, low, high = cut(spec[1:5], piece, pieces)
-    block = np.empty((2, BLOCK), np.float32)
+def _compute(args: int, piece: int, pieces: int, block: Any) -> None:
+    """Compute a piece (see `cut`) in the dtype of `block` (2, BLOCK), which is scratch memory."""
+    n_ins, spec = operands(args) - 1, numbers(args, NUMBERS)
+    a = words(args, 1 + n_ins)
+    y, x1, x2 = a[0], a[1], a[n_ins]
+    (start, stop, low, high), size = cut(spec[1:5], piece, pieces), block.itemsize
     for i in range(start, stop):
         at, at1, at2 = y + row(spec, 5, i), x1 + row(spec, 9, i), x2 + row(spec, 13, i)
         for first in range(low, high, BLOCK):
             n = min(BLOCK, high - first)
-            in1 = _float32s(at1 + first * spec[12], spec[12], n, block[0])
-            in2 = _float32s(at2 + first * spec[16], spec[16], n, block[1])
-            if spec[8] == 4:
-                _block(spec[0], float32s(at + first * 4, (n,)), in1, in2)
+            in1 = _read(at1 + first * spec[12], spec[12], n, block[0])
+            in2 = _read(at2 + first * spec[16], spec[16], n, block[1])
+            if spec[8] == size:
+                _loops(spec[0], array_like(block, at + first * size, (n,)), in1, in2)
             else:
-                _block(spec[0], block[0, :n], in1, in2)
+                _loops(spec[0], block[0, :n], in1, in2)
                 for j in range(n):
-                    float32s(at + (first + j) * spec[8], (1,))[0] = block[0, j]
-
-
-@elementwise
-def _all64(y: int, x1: int, x2: int, spec: Any, piece: int, pieces: int) -> None:
-    """Compute a piece (see `cut`) in float64. y, x1, x2: addresses. spec: see `NUMBERS`."""
-    start, stop, low, high = cut(spec[1:5], piece, pieces)
-    block = np.empty((2, BLOCK), np.float64)
-    for i in range(start, stop):
-        at, at1, at2 = y + row(spec, 5, i), x1 + row(spec, 9, i), x2 + row(spec, 13, i)
-        for first in range(low, high, BLOCK):
-            n = min(BLOCK, high - first)
-            in1 = _float64s(at1 + first * spec[12], spec[12], n, block[0])
-            in2 = _float64s(at2 + first * spec[16], spec[16], n, block[1])
-            if spec[8] == 8:
-                _block(spec[0], float64s(at + first * 8, (n,)), in1, in2)
-            else:
-                _block(spec[0], block[0, :n], in1, in2)
-                for j in range(n):
-                    float64s(at + (first + j) * spec[8], (1,))[0] = block[0, j]
+                    array_like(block, at + (first + j) * spec[8], (1,))[0] = block[0, j]
 
 
 @elementwise
@@ -157,80 +108,10 @@ def row(spec: Any, steps: int, i: int) -> Any:
 
 
 @elementwise
-def _float32s(address: int, step: int, n: int, block: Any) -> Any:
-    """Return n float32, `step` bytes apart, as a contiguous array: a view, or a copy in `block`."""
-    if step == 4:
-        return float32s(address, (n,))
+def _read(address: int, step: int, n: int, block: Any) -> Any:
+    """Return n numbers, `step` bytes apart, as a contiguous array: a view, or a copy in `block`."""
+    if step == block.itemsize:
+        return array_like(block, address, (n,))
     for j in range(n):
-        block[j] = float32s(address + j * step, (1,))[0]
+        block[j] = array_like(block, address + j * step, (1,))[0]
     return block[:n]
-
-
-@elementwise
-def _float64s(address: int, step: int, n: int, block: Any) -> Any:
-    """Return n float64, `step` bytes apart, as a contiguous array: a view, or a copy in `block`."""
-    if step == 8:
-        return float64s(address, (n,))
-    for j in range(n):
-        block[j] = float64s(address + j * step, (1,))[0]
-    return block[:n]
-
-
-@elementwise
-def _block(code: int, y: Any, x: Any, z: Any) -> None:
-    """Compute y = f(x) or f(x, z), f given by its code. maximum and minimum propagate NaN."""
-    n = len(y)
-    if code == ADD:
-        for j in range(n):
-            y[j] = x[j] + z[j]
-    elif code == SUBTRACT:
-        for j in range(n):
-            y[j] = x[j] - z[j]
-    elif code == MULTIPLY:
-        for j in range(n):
-            y[j] = x[j] * z[j]
-    elif code == DIVIDE:
-        for j in range(n):
-            y[j] = x[j] / z[j]
-    elif code == MAXIMUM:
-        for j in range(n):
-            y[j] = x[j] if x[j] > z[j] or x[j] != x[j] else z[j]
-    elif code == MINIMUM:
-        for j in range(n):
-            y[j] = x[j] if x[j] < z[j] or x[j] != x[j] else z[j]
-    elif code == NEGATIVE:
-        for j in range(n):
-            y[j] = -x[j]
-    elif code == ABS:
-        for j in range(n):
-            y[j] = abs(x[j])
-    elif code == EXP:
-        for j in range(n):
-            y[j] = math.exp(x[j])
-    elif code == LOG:
-        for j in range(n):
-            y[j] = math.log(x[j])
-    elif code == SQRT:
-        for j in range(n):
-            y[j] = math.sqrt(x[j])
-    elif code == SQUARE:
-        for j in range(n):
-            y[j] = x[j] * x[j]
-    elif code == TANH:
-        for j in range(n):
-            y[j] = math.tanh(x[j])
-    elif code == COS:
-        for j in range(n):
-            y[j] = math.cos(x[j])
-    elif code == SIN:
-        for j in range(n):
-            y[j] = math.sin(x[j])
-    elif code == POW:
-        for j in range(n):
-            y[j] = math.pow(x[j], z[j])
-    elif code == LOG1P:
-        for j in range(n):
-            y[j] = math.log1p(x[j])
-    else:
-        for j in range(n):
-            y[j] = x[j]

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba.compiled import elementwise
+from xformer.backends.numba.program.declared import declared
 from xformer.backends.numba.program.native import (
     NOTHING,
     Native,
-    float32s,
     int32s,
     native,
     numbers,
@@ -70,8 +70,8 @@ def native_argsort(program: Program, x: Traced, *, descending: bool) -> Native |
     """
     if x.dtype != np.float32 or not x.size:
         return None
-    width = x.shape[-1]
-    return Native(argsort, (x.size // width, width, int(descending)), program.pieces(x.size))
+    sizes = {"N": x.size // x.shape[-1], "M": x.shape[-1]}
+    return Native(argsort, argsort.numbers(sizes, descending=descending), program.pieces(x.size))
 
 
 @native
@@ -112,24 +112,20 @@ def _copy(size: int, x: int, y: int, n: int, in_range: bool) -> None:
             uint8s(y, n)[j] = uint8s(x, n)[j] if in_range else np.uint8(0)
 
 
-@native
-def argsort(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Sort each row by a stable merge sort. NaN is the largest number, as in NumPy.
-
-    outputs: ids (N, M); inputs: x (N, M); integers: N, M, whether the order is descending.
-    """
-    a = words(args, 5)
-    start, stop = part(a[2], piece, pieces, 1)
-    width, merged = a[3], np.empty(a[3], np.int64)
-    for i in range(start, stop):
-        x, ids = float32s(a[1] + 4 * i * width, (width,)), words(a[0] + 8 * i * width, width)
+@declared("ids (N, M) int64 <- x (N, M)")
+def argsort(ids: Any, x: Any, descending: int) -> None:
+    """Sort each row by a stable merge sort. NaN is the largest number, as in NumPy."""
+    n, width = x.shape
+    merged = np.empty(width, np.int64)
+    for i in range(n):
         for j in range(width):
-            ids[j] = j
+            ids[i, j] = j
         length = 1
         while length < width:
             for first in range(0, width, 2 * length):
-                _merge(x, ids, merged, first, min(first + length, width), length, a[4])
-            ids[:] = merged
+                middle = min(first + length, width)
+                _merge(x[i], ids[i], merged, first, middle, length, descending)
+            ids[i] = merged
             length *= 2
 
 
@@ -161,32 +157,23 @@ def _precedes(x: Any, y: Any, descending: int) -> bool:
 
 def native_cumulative_sum(program: Program, out: Traced, x: Traced, axis: int) -> Native | None:
     """Return the native form of `cumulative_sum` for a C-contiguous x; None if it has no kernel."""
-    if x.dtype != out.dtype or x.dtype.name not in ("int64", "float32") or not x.size:
+    if x.dtype != out.dtype or x.dtype.name not in CUMULATE or not x.size:
         return None
     rows, inner = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
-    sizes = rows, x.shape[axis], inner, int(x.dtype == np.int64)
-    return Native(cumulate, sizes, min(program.pieces(x.size), rows))
+    kernel, sizes = CUMULATE[x.dtype.name], {"R": rows, "N": x.shape[axis], "I": inner}
+    return Native(kernel, kernel.numbers(sizes), min(program.pieces(x.size), rows))
 
 
-@native
-def cumulate(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Sum cumulatively along axis N. A piece is a range of R.
+def _cumulate(y: Any, x: Any) -> None:
+    """Sum cumulatively along the second axis."""
+    n_rows, n, inner = x.shape
+    for r in range(n_rows):
+        for i in range(n):
+            for j in range(inner):
+                y[r, i, j] = x[r, i, j] + (y[r, i - 1, j] if i else x.dtype.type(0))
 
-    outputs: y (R, N, I); inputs: x (R, N, I); integers: R, N, I, whether x and y are int64 (1) or
-    float32 (0).
-    """
-    a = words(args, 6)
-    n, inner = a[3], a[4]
-    start, stop = part(a[2], piece, pieces, 1)
-    for i in range(start * n, stop * n):
-        first = i * inner
-        distance = inner if i % n else 0  # to the sum before; 0: there is none
-        if a[5]:
-            y, x = words(a[0], (i + 1) * inner), words(a[1], (i + 1) * inner)
-            for j in range(first, first + inner):
-                y[j] = x[j] + (y[j - distance] if distance else 0)
-        else:
-            size = ((i + 1) * inner,)
-            sums, terms = float32s(a[0], size), float32s(a[1], size)
-            for j in range(first, first + inner):
-                sums[j] = terms[j] + (sums[j - distance] if distance else np.float32(0))
+
+CUMULATE = {
+    dtype: declared(f"y (R, N, I) {dtype} <- x (R, N, I) {dtype}")(_cumulate)
+    for dtype in ("int64", "float32")
+}

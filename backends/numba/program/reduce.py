@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba.compiled import rowwise
-from xformer.backends.numba.program.native import Native, float32s, float64s, native, part, words
+from xformer.backends.numba.program.declared import Declared, declared
+from xformer.backends.numba.program.native import Native
 from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.program.traced import Traced
 
@@ -32,99 +33,46 @@ def find_native(
     """
     if not is_known(name, out, x) or not x.layout.flags.c_contiguous:
         return None
-    kernels = {
-        "float32": (rows32, columns32),
-        "float64": (rows64, columns64),
-        "int64": (rows_whole, None),
-    }[x.dtype.name]
+    sizes, dtype = {"M": out.size, "N": x.size // out.size}, x.dtype.name
     is_reduced = [i in reduced for i, n in enumerate(x.shape) if n > 1]
-    numbers = CODES[name], out.size, x.size // out.size
     if is_reduced == sorted(is_reduced):
         pieces = program.pieces(x.size) if out.size >= program.threads else 1
-        return Native(kernels[0], numbers, pieces)
-    if kernels[1] is not None and is_reduced == sorted(is_reduced, reverse=True):
+        kernel = ROWS[dtype]
+    elif dtype in COLUMNS and is_reduced == sorted(is_reduced, reverse=True):
         pieces = program.pieces(x.size) if out.size >= LINE * program.threads else 1
-        return Native(kernels[1], numbers, pieces)
-    return None
+        kernel = COLUMNS[dtype]
+    else:
+        return None
+    return Native(kernel, kernel.numbers(sizes, code=CODES[name]), pieces)
 
 
-@native
-def rows32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Reduce each row, in float32. outputs: y (m,); inputs: x (m, n); integers: code, m, n.
-
-    A piece is a range of rows.
-    """
-    a = words(args, 5)
-    start, stop = part(a[3], piece, pieces, 1)
-    y, x = float32s(a[0], (a[3],)), float32s(a[1], (a[3], a[4]))
-    for i in range(start, stop):
-        y[i] = _reduce_row(a[2], x[i])
+def _rows(y: Any, x: Any, code: int) -> None:
+    """Reduce rows of floats."""
+    for i in range(len(y)):
+        y[i] = _reduce_row(code, x[i])
 
 
-@native
-def rows64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Reduce each row, in float64. outputs: y (m,); inputs: x (m, n); integers: code, m, n.
-
-    A piece is a range of rows.
-    """
-    a = words(args, 5)
-    start, stop = part(a[3], piece, pieces, 1)
-    y, x = float64s(a[0], (a[3],)), float64s(a[1], (a[3], a[4]))
-    for i in range(start, stop):
-        y[i] = _reduce_row(a[2], x[i])
-
-
-@native
-def rows_whole(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Reduce each row, in int64. outputs: y (m,); inputs: x (m, n); integers: code, m, n.
-
-    A piece is a range of rows. There is no code MEAN.
-    """
-    a = words(args, 5)
-    start, stop = part(a[3], piece, pieces, 1)
-    y, x = words(a[0], a[3]), words(a[1], a[3] * a[4])
-    for i in range(start, stop):
-        total = x[i * a[4]]
-        for j in range(i * a[4] + 1, (i + 1) * a[4]):
-            if a[2] == SUM:
-                total += x[j]
+@declared("y (M) int64 <- x (M, N) int64")
+def _rows_of_wholes(y: Any, x: Any, code: int) -> None:
+    """Reduce rows of integers. There is no code MEAN."""
+    for i in range(len(y)):
+        total = x[i, 0]
+        for j in range(1, x.shape[1]):
+            if code == SUM:
+                total += x[i, j]
             else:
-                total = max(total, x[j]) if a[2] == MAX else min(total, x[j])
+                total = max(total, x[i, j]) if code == MAX else min(total, x[i, j])
         y[i] = total
 
 
-@native
-def columns32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Reduce each column, in float32. outputs: y (m,); inputs: x (n, m); integers: code, m, n.
-
-    A piece is a range of columns.
-    """
-    a = words(args, 5)
-    start, stop = part(a[3], piece, pieces, LINE)
+def _columns(y: Any, x: Any, code: int, start: int, stop: int) -> None:
+    """Reduce columns `start` to `stop` of floats."""
     total = np.empty(BLOCK, np.float64)
-    y, x = float32s(a[0], (a[3],)), float32s(a[1], (a[4], a[3]))
     for first in range(start, stop, BLOCK):
         end = min(first + BLOCK, stop)
-        _reduce_columns(a[2], x, first, end, total)
+        _reduce_columns(code, x, first, end, total)
         for j in range(first, end):
-            y[j] = total[j - first]
-
-
-@native
-def columns64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Reduce each column, in float64. outputs: y (m,); inputs: x (n, m); integers: code, m, n.
-
-    A piece is a range of columns.
-    """
-    a = words(args, 5)
-    start, stop = part(a[3], piece, pieces, LINE)
-    total = np.empty(BLOCK, np.float64)
-    y, x = float64s(a[0], (a[3],)), float64s(a[1], (a[4], a[3]))
-    for first in range(start, stop, BLOCK):
-        end = min(first + BLOCK, stop)
-        _reduce_columns(a[2], x, first, end, total)
-        for j in range(first, end):
-            y[j] = total[j - first]
+            y[j - start] = total[j - first]
 
 
 @rowwise
@@ -164,3 +112,9 @@ def _reduce_columns(code: int, x: Any, start: int, stop: int, total: Any) -> Non
     if code == MEAN:
         for j in range(stop - start):
             total[j] /= len(x)
+
+
+ROWS, COLUMNS = {"int64": _rows_of_wholes}, dict[str, Declared]()
+for _dtype in ("float32", "float64"):
+    ROWS[_dtype] = declared(f"y (M) {_dtype} <- x (M, N) {_dtype}")(_rows)
+    COLUMNS[_dtype] = declared(f"y (M) {_dtype} <- x (N, M) {_dtype}", unit=LINE)(_columns)
