@@ -137,8 +137,8 @@ def run_of_gpt(folder: Path) -> None:
 def the_readme(printed: str, loss: float) -> None:
     assert loss < 3.5  # from 5.5, the logarithm of 256
     assert "gradients agree" in printed
-    text = pages.text_of("README.md")
-    assert "kernels.activations" not in printed or re.findall(r"# (gelu on numpy: .*)", text)[0] in printed
+    (shown,) = re.findall(r"# (gelu on numpy: .*)", pages.text_of("README.md"))
+    assert "kernels.activations" not in printed or shown in printed
 
 
 def the_lesson(printed: str, found: Any) -> None:
