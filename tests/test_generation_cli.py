@@ -189,12 +189,12 @@ def test_a_folder_without_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--top-k", 0), "top_k: k must be an int of at least 1, got 0"),
-        (("--temperature", -1), "temperature: t must lie in [0, inf], got -1.0"),
+        (("--top-k", 0), "--top-k must be an int of at least 1, got 0"),
+        (("--temperature", -1), "--temperature must lie in [0, inf], got -1.0"),
         (("--beams", 2, "--top-p", 0.5), "--beams does not sample: it excludes --top-p"),
-        (("--beams", 0), "n_beams must be an int of at least 1, got 0"),
+        (("--beams", 0), "--beams must be an int of at least 1, got 0"),
         (("--max-new-tokens", 600), "holds 512 tokens, and there are 5 of the prompt and 599 more"),
-        (("--max-new-tokens", -1), "max_new_tokens must be an int of at least 0, got -1"),
+        (("--max-new-tokens", -1), "--max-new-tokens must be an int of at least 0, got -1"),
         (("--seed", -1), "seed must be an int of at least 0, got -1"),
         (("--stop", ""), "a string that ends the text must not be empty"),
         (("--prompt", PROMPT * 300), "the model's context holds 512 tokens, and there are"),
