@@ -262,7 +262,7 @@ def follow() -> None:
         try:
             with contextlib.redirect_stdout(out):
                 if kind == "python":
-                    exec(compile(code, "<page>", "exec"), namespace)
+                    exec(compile(code, "<page>", "exec", dont_inherit=True), namespace)
                 else:
                     shell(code)
         except BaseException:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from judges import douts, gradients
 
-from xformer import backends, layers, tree
+from xformer import backends, layers, ops, optim, tree
 from xformer.base.tree import Constant, Frozen
 from xformer.proofs.catalogue import Case, cases
 
@@ -78,3 +78,14 @@ def test_bad_patterns() -> None:
         tree.thaw(params, "x")
     with pytest.raises(ValueError, match="join: no parameters of these names: b"):
         tree.join(params, {"b": 1})
+
+
+def test_what_takes_no_frozen_parameters_says_what_does() -> None:
+    params = {"w": np.ones((2, 2)), "b": np.ones(2)}
+    frozen, state = tree.freeze(params, "w"), optim.adamw_init(params)
+    said = r": (x|w) must be an array, got a frozen one: xf\.tree\.value .*, xf\.tree\.trained"
+    with pytest.raises(TypeError, match="sigmoid" + said):
+        ops.sigmoid(frozen["w"])
+    for grad in (params["w"], None):
+        with pytest.raises(TypeError, match="adamw" + said):
+            optim.adamw(frozen, params | {"w": grad}, state, lr=1e-3)

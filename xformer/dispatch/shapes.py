@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from array_api_compat import is_array_api_obj
 
+from xformer.base import tree
 from xformer.base.namespace import array_namespace
 from xformer.dispatch import Overridable, Refused, library_of, refusal
 
@@ -96,6 +97,8 @@ def require_array(op: str, name: str, array: Any, what: str = "an array") -> Non
     if got is None and is_array_api_obj(array):
         _arrays.add(type(array))
         return
+    if isinstance(array, tree.Frozen):
+        got = "a frozen one: xf.tree.value is its array, xf.tree.trained are the others"
     got = got or ("None" if array is None else type(array).__name__)
     raise TypeError(f"{op}: {name} must be {what}, got {got}")
 

@@ -354,10 +354,10 @@ def _require_layer(name: str, usual: str, layer: Any, parts: tuple[str, ...]) ->
 
 
 def _require_kind(name: str, layer: Any, params: Any) -> None:
-    """ValueError unless the parameters of a layer with `SomeConfig` are `SomeParams`."""
-    wanted = f"{type(layer).__name__.removesuffix('Config')}Params"
-    if (got := type(params).__name__) != wanted:
-        raise ValueError(f"block: params.{name} must be {wanted} by config, got {got}")
+    """ValueError unless a layer with a (subclass of) `SomeConfig` has `SomeParams`."""
+    wanted = [f"{kind.__name__.removesuffix('Config')}Params" for kind in type(layer).__mro__]
+    if (got := type(params).__name__) not in wanted:
+        raise ValueError(f"block: params.{name} must be {wanted[0]} by config, got {got}")
 
 
 def _require_memory(

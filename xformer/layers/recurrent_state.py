@@ -13,10 +13,11 @@ from xformer.layers.kv_cache import KVCache
 
 @short
 class RecurrentState(NamedTuple):
-    """The state of `gated_delta_net` after the tokens so far. Empty at first.
+    """The state of a recurrent layer after the tokens so far. Empty at first.
 
-    Its size does not depend on the number of tokens: it has no slots, and a window or padding
-    changes nothing. It has the methods of `KVCache`.
+    The shapes are those of `gated_delta_net`. Another layer may use `state` alone; the first axis
+    of an array is the batch. The size does not depend on the number of tokens: there are no slots,
+    and a window or padding changes nothing. It has the methods of `KVCache`.
     """
 
     conv: Array | None = None  # (B, L-1, C), the last inputs of the convolution
@@ -56,10 +57,11 @@ class RecurrentState(NamedTuple):
 
     def rows(self, ids: Array) -> RecurrentState:
         """A copy of the sequences `ids` (B',) of the batch, in this order."""
-        if self.conv is None or self.state is None:
-            return self
-        xp = array_namespace(self.state)
-        return RecurrentState(xp.take(self.conv, ids, axis=0), xp.take(self.state, ids, axis=0))
+        conv, state = (
+            None if a is None else array_namespace(a).take(a, ids, axis=0)
+            for a in (self.conv, self.state)
+        )
+        return RecurrentState(conv, state)
 
 
 def is_recurrent(config: layers.BlockConfig) -> bool:

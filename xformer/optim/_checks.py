@@ -31,6 +31,8 @@ def matching(op: str, params: dict[str, Array], other: Any, what: str) -> dict[s
     for name, p in params.items():
         leaf = leaves.get(name)
         if leaf is None:
+            if isinstance(p, tree.Frozen):
+                require_array(op, name or "params", p)
             raise ValueError(f"{op}: {what} of {name or 'params'} is missing")
         if not alike(leaf, p) or leaf.shape != p.shape:
             require_array(op, name or "params", p)
