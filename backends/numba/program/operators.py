@@ -88,4 +88,4 @@ for _short, _name in _COMPARISONS.items():
     setattr(Traced, f"__{_short}__", _operator(_name))
 for _short, _name in {"neg": "negative", "invert": "bitwise_invert", "abs": "abs"}.items():
     setattr(Traced, f"__{_short}__", _unary(_name))
-Traced.__array_namespace__ = lambda self, api_version=None: namespace
+Traced.__array_namespace__ = lambda self, api_version=None: namespace  # type: ignore[attr-defined]
