@@ -19,8 +19,8 @@ from cuda_shim.graph import Graph
 from devices import array_type, is_stand_in
 
 from xformer.backends import Backend
-from xformer.backends.cupy import captured, cublaslt, cudnn, sdpa_cudnn
-from xformer.backends.cupy.runtimes import runtime_of
+from xformer.backends.cupy import cublaslt, cudnn, sdpa_cudnn
+from xformer.backends.cupy.module import library_of
 
 LEFT_OUT = "the test leaves it out"
 
@@ -79,7 +79,7 @@ def calling_cublaslt(library: Backend, lacks: Sequence[int] = ()) -> AbstractCon
     """Products are cuBLASLt's. lacks: epilogues for which it says that it has no algorithm."""
     if is_stand_in(library):
         return cuda_shim.calling(cuda_shim.CublasLt(lacks))
-    why = runtime_of(cublaslt.RUNTIMES, array_type(library)).library()
+    why = library_of(array_type(library)).CUBLASLT.library()
     if isinstance(why, str):
         pytest.skip(why)
     return _watched_lt(lacks)
@@ -127,7 +127,7 @@ def require_algorithm(lt: Any) -> None:
 
 def by_cublas(library: Backend) -> AbstractContextManager[None]:
     """Products are cuBLAS's, as where the bindings of cuBLASLt are missing."""
-    return _left_out(library, cublaslt)
+    return _left_out(library, "CUBLASLT")
 
 
 def why_by_cublas(library: Backend) -> str:
@@ -156,7 +156,7 @@ def calling_cudnn(library: Backend) -> AbstractContextManager[Any]:
     """Attention is cuDNN's, where it takes it."""
     if is_stand_in(library):
         return cuda_shim.calling_cudnn(cuda_shim.Cudnn())
-    why = runtime_of(cudnn.RUNTIMES, array_type(library)).library()
+    why = library_of(array_type(library)).CUDNN.library()
     if isinstance(why, str):
         pytest.skip(why)
     return _watched_cudnn()
@@ -176,7 +176,7 @@ def _watched_cudnn() -> Iterator[WatchedCudnn]:
 
 def without_cudnn(library: Backend) -> AbstractContextManager[None]:
     """Attention is the library's own, as where cuDNN is missing."""
-    return _left_out(library, cudnn)
+    return _left_out(library, "CUDNN")
 
 
 def why_without_cudnn(library: Backend) -> str:
@@ -184,15 +184,15 @@ def why_without_cudnn(library: Backend) -> str:
     return cuda_shim.calling_cudnn.why_not if is_stand_in(library) else LEFT_OUT
 
 
-def _left_out(library: Backend, module: Any) -> AbstractContextManager[None]:
-    return nullcontext() if is_stand_in(library) else _missing(module, array_type(library))
+def _left_out(library: Backend, name: str) -> AbstractContextManager[None]:
+    return nullcontext() if is_stand_in(library) else _missing(name, array_type(library))
 
 
 @contextmanager
-def _missing(module: Any, arrays: type) -> Iterator[None]:
+def _missing(name: str, arrays: type) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        runtime = runtime_of(module.RUNTIMES, arrays)
-        patch.setitem(module.RUNTIMES, arrays, runtime._replace(library=lambda: LEFT_OUT))
+        runtime = getattr(library_of(arrays), name)
+        patch.setattr(library_of(arrays), name, runtime._replace(library=lambda: LEFT_OUT))
         yield
 
 
@@ -210,7 +210,7 @@ def counted_graphs(library: Backend) -> Iterator[list[Any]]:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch, calling_cublaslt(library):
-        patch.setitem(captured.GRAPHS, array_type(library), noted)
+        patch.setattr(library_of(array_type(library)), "Graph", noted)
         yield made
 
 

@@ -225,8 +225,7 @@ def test_where_products_go(tmp_path: Path) -> None:
     """cuBLASLt is given CuPy's current device and stream, its switch of TF32, and its memory."""
     code = """
 from xformer.backends.cupy import driver
-from xformer.backends.cupy.cublaslt import RUNTIMES
-from xformer.backends.cupy.runtimes import runtime_of
+from xformer.backends.cupy.module import library_of
 linalg = types.ModuleType("cupy._core._routines_linalg")
 linalg.COMPUTE_TYPE_TF32, kind = 7, [7]
 linalg.get_compute_type = lambda dtype: kind[0]
@@ -238,7 +237,7 @@ cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=90)
 cuda.alloc = lambda size: ("of the pool", size)
 class Mine(ndarray):
     pass
-own = runtime_of(RUNTIMES, Mine)
+own = library_of(Mine).CUBLASLT
 print(*own.stream_of([ndarray("f4")]), own.allocate(5))
 kind[0], current[0] = 1, 1
 print(*own.stream_of([ndarray("f4", 1)]))
@@ -260,8 +259,7 @@ def test_what_a_graph_asks_for(tmp_path: Path) -> None:
     an error ends the capture."""
     code = """
 from contextlib import contextmanager
-from xformer.backends.cupy.captured import GRAPHS
-from xformer.backends.cupy.driver import ARRAY
+from xformer.backends.cupy.driver import Graph as OfCupy
 cuda = sys.modules["cupy"].cuda
 class Graph:
     def launch(self):
@@ -295,7 +293,7 @@ def using_allocator(malloc):
 cuda.using_allocator = using_allocator
 pool = types.SimpleNamespace(free_all_blocks=lambda: print("gives back what is free"))
 sys.modules["cupy"].get_default_memory_pool = lambda: pool
-graph = GRAPHS[ARRAY]()
+graph = OfCupy()
 with graph.apart():
     print("work")
 with graph.recording():
@@ -416,7 +414,7 @@ for error in (AttributeError("no attribute 'experimental'"), TypeError("takes 2 
 # Packages of NVIDIA's that are there, without anything in them, or are not.
 PACKAGES = """
 import importlib.machinery
-from xformer.backends.cupy import cudnn as attention, driver
+from xformer.backends.cupy import cudnn_support, driver
 def packages(*there, **contents):
     for name in ("nvmath", "nvmath.bindings", "cudnn", "cuda", "cuda.core", "cuda.bindings",
                  "cuda.pathfinder"):
@@ -476,7 +474,7 @@ def needed(backend_version, *there):
     packages("cuda", *there, cudnn={"backend_version": backend_version})
     return driver.frontend()
 print(needed(None))
-print(needed(lambda: attention.OLDEST, "cudnn"))
+print(needed(lambda: cudnn_support.OLDEST, "cudnn"))
 both = "cudnn", "cuda.bindings"
 print(needed(fails("Unable to find symbol cudnnGetVersion"), *both))
 print(needed(lambda: 91501, *both))

@@ -183,7 +183,7 @@ def test_an_error_in_a_run_leaves_the_program_usable() -> None:
     def fn(x: Traced) -> list[Traced]:
         assert x.program is not None
         out = x.program.fresh(x.shape, x.dtype)
-        x.program.emit("fail", fail, [out], [x * 2])
+        x.program.emit("fail", [out], [x * 2], run=fail)
         return [out + 1]
 
     x = np.ones(10_000)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("numba", reason="needs extra numba")
 
-from programs import THREADS, judged, names, native_against_numpy, record
+from programs import THREADS, judged, names, record
 
 from xformer.backends.numba.program.run import Recorded, layout_of
 from xformer.optim import AdamState, adam, adamw
@@ -49,7 +49,6 @@ def test_adamw(donate: bool, gradients: str) -> None:
     others = () if gradients == "as the parameters" else ("copy",)
     for threads in THREADS:
         run = judged(fn, arrays, threads, others=others)
-        native_against_numpy(run, arrays)
         assert set(names(run)) - {"copy"} == {"adam"}
     for i in COLUMNS:
         assert run.results[i].strides == arrays[i].strides

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from xformer.backends.cupy.constant import Constants, keeping
+from xformer.backends.cupy.module import library_of
 from xformer.backends.cupy.runtimes import holding
 from xformer.base import tree
 from xformer.base.namespace import array_namespace
@@ -47,9 +48,6 @@ class Graph(Protocol):
 
     def launch(self) -> None:
         """Run the recorded work on the current stream. If it raises, nothing has run."""
-
-
-GRAPHS: dict[type, Callable[[], Graph]] = {}  # type of the arrays -> constructor of a graph
 
 
 class Captured:
@@ -122,7 +120,7 @@ class Captured:
             self.say("an array is in the state twice; steps are made call by call")
             return self._step(self._state, self._inputs)
         arrays = *self._state.values(), *self._inputs.values()
-        self._graph = _graph_for(next(type(x) for x in arrays if is_of_device(x)))
+        self._graph = library_of(next(type(x) for x in arrays if is_of_device(x))).Graph()
         try:
             with self._graph.apart():
                 return self._state, self._run()
@@ -207,14 +205,6 @@ class Captured:
 def is_of_device(x: Any) -> bool:
     """Return whether x is an array on the device."""
     return hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic)
-
-
-def _graph_for(array_type: type) -> Graph:
-    if array_type not in GRAPHS:
-        from xformer.backends.cupy import driver
-
-        GRAPHS[array_type] = GRAPHS[driver.ARRAY]
-    return GRAPHS[array_type]()
 
 
 def _kind(values: Any) -> Any:

@@ -32,25 +32,14 @@ from xformer.backends.cupy.lt_plan import (
     matrix,
     planned,
 )
-from xformer.backends.cupy.module import contiguous
+from xformer.backends.cupy.module import contiguous, library_of
 from xformer.backends.cupy.packed import distance
 from xformer.backends.cupy.products import product_into
-from xformer.backends.cupy.runtimes import Lent, Runtime, failed, runtime_of
+from xformer.backends.cupy.runtimes import Lent, MatmulStream, Runtime, failed
 from xformer.base.typing import Array
 from xformer.dispatch.shapes import STORED, dtype_name
 
 KEPT = 1024  # plans: a growing sequence needs another kind of matmul for each length
-
-
-class Stream(NamedTuple):
-    """The stream that runs a matmul, its device, and the precision."""
-
-    device: int
-    address: int
-    tf32: bool  # whether float32 factors may be rounded to TF32
-
-
-RUNTIMES: dict[type, Runtime] = {}
 
 
 class Plans(dict[Any, Plan | None]):
@@ -90,9 +79,15 @@ _FACTORS = np.array([0, 1], np.float32)  # of the matmul, and of the matrix it i
 ZERO, ONE = (_FACTORS[i:].ctypes.data for i in range(2))
 
 
+def runtime_of(like: Array) -> Runtime:
+    """Return what the library of an array provides for cuBLASLt."""
+    runtime: Runtime = library_of(type(like)).CUBLASLT
+    return runtime
+
+
 def why_not(x: Array, w: Array) -> str | None:
     """Return why cuBLASLt cannot multiply x and w, or None if it can."""
-    lt = runtime_of(RUNTIMES, type(x)).library()
+    lt = runtime_of(x).library()
     if isinstance(lt, str):
         return lt
     if _state.failure:
@@ -235,7 +230,7 @@ def _ran(
         of = of[0].several(n, batch.apart), of[1].several(n, 0), of[2].several(n, out.size)
     pointed = 0 if vector is None else vector.data.ptr, 0 if aux is None else aux.data.ptr
     arrays = (a, b, out, vector, aux, *(batch.beside if batch else ()))
-    runtime = runtime_of(RUNTIMES, type(a))
+    runtime = runtime_of(a)
     stream = runtime.stream_of([x for x in arrays if x is not None])
     tf32 = stream.tf32 and of[0].type == TYPES["float32"]
     device, apart = (type(a), stream.device), batch.vector_apart if batch else 0
@@ -253,7 +248,7 @@ def _ran(
 
 def _started(
     runtime: Runtime,
-    stream: Stream,
+    stream: MatmulStream,
     key: Any,
     pointed: tuple[int, int],
     three: tuple[Array, Array, Array],

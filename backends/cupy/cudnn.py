@@ -8,26 +8,14 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 from xformer.backends.cupy.cudnn_plan import Kind, Plan, Q, planned
-from xformer.backends.cupy.runtimes import Lent, Runtime, failed, hold, runtime_of
+from xformer.backends.cupy.module import library_of
+from xformer.backends.cupy.runtimes import AttentionStream, Lent, Runtime, failed, hold
 from xformer.base.typing import Array
 
-# 9.16: before it, backward copies lengths from the host if keys are no multiple of 128.
-OLDEST = 91600
 KEPT = 256  # plans
-
-
-class Stream(NamedTuple):
-    """The stream that runs attention, and its device."""
-
-    device: int
-    address: int
-    capability: int  # compute capability of the device, 90 for 9.0
-
-
-RUNTIMES: dict[type, Runtime] = {}
 
 
 class State(threading.local):
@@ -43,12 +31,18 @@ _state = State()
 INSTEAD = "such attention is left to another kernel from now on"
 
 
+def runtime_of(like: Array) -> Runtime:
+    """Return what the library of an array provides for cuDNN."""
+    runtime: Runtime = library_of(type(like)).CUDNN
+    return runtime
+
+
 def plan_of(q: Array, kind: Kind) -> Plan | str:
     """Return the plan of a kind, or a sentence that says why there is none.
 
     The plan is made if it is not kept. If there are already `KEPT` plans, all are removed first.
     """
-    runtime = runtime_of(RUNTIMES, type(q))
+    runtime = runtime_of(q)
     return _plan(runtime, runtime.stream_of([q]), type(q), kind)
 
 
@@ -59,7 +53,7 @@ def ran(kind: Kind, arrays: dict[int, Array]) -> bool:
     Returns False if there is no plan, or cuDNN fails; it is then not called again for this kind.
     """
     like = arrays[Q]
-    runtime = runtime_of(RUNTIMES, type(like))
+    runtime = runtime_of(like)
     stream = runtime.stream_of(list(arrays.values()))
     plan = _plan(runtime, stream, type(like), kind)
     if isinstance(plan, str):
@@ -81,7 +75,7 @@ def ran(kind: Kind, arrays: dict[int, Array]) -> bool:
     return True
 
 
-def _plan(runtime: Runtime, stream: Stream, array_type: type, kind: Kind) -> Plan | str:
+def _plan(runtime: Runtime, stream: AttentionStream, array_type: type, kind: Kind) -> Plan | str:
     key = array_type, stream.device, kind
     plan = _state.plans.get(key)
     if plan is None:
@@ -100,7 +94,7 @@ def _plan(runtime: Runtime, stream: Stream, array_type: type, kind: Kind) -> Pla
     return plan
 
 
-def _handle(runtime: Runtime, array_type: type, stream: Stream) -> Lent:
+def _handle(runtime: Runtime, array_type: type, stream: AttentionStream) -> Lent:
     """Return the device's handle, set to `stream`."""
     cudnn, key = runtime.library(), (array_type, stream.device)
     if key not in _state.handles:

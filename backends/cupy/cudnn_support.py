@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# 9.16: before it, backward copies lengths from the host if keys are no multiple of 128.
+OLDEST = 91600
 PACK = 8  # head widths are multiples of it
 OLDEST_CAPABILITY = 80
 

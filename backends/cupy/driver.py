@@ -7,22 +7,23 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
 
-from xformer.backends.cupy import cudnn as attention
 from xformer.backends.cupy import packages
-from xformer.backends.cupy.captured import GRAPHS
-from xformer.backends.cupy.cublaslt import RUNTIMES, Stream
-from xformer.backends.cupy.module import LAUNCHERS, MAKERS, Source, arithmetic
-from xformer.backends.cupy.runtimes import Runtime
+from xformer.backends.cupy.cudnn_support import OLDEST
+from xformer.backends.cupy.runtimes import AttentionStream, MatmulStream, Runtime
 from xformer.base.typing import Array
+
+if TYPE_CHECKING:
+    from xformer.backends.cupy.module import Source
 
 FREELY = 48 << 10  # bytes of dynamic shared memory that a kernel has without a request
 
 ARRAY = cupy.ndarray
+empty = cupy.empty
 _NULL = np.uint64(0)
 _modules: dict[Any, Any] = {}
 _kernels: dict[Any, tuple[Any, type]] = {}  # kernel, and the type of its floating-point arguments
@@ -99,7 +100,7 @@ def _cannot_be_called(name: str, why: str, error: Exception) -> str:
     return sentence
 
 
-def stream_of(arrays: list[Array]) -> Stream:
+def stream_of(arrays: list[Array]) -> MatmulStream:
     """Return CuPy's current stream and device, and whether `rounding_to_tf32` is active.
 
     Raises ValueError if an array is on another device.
@@ -108,7 +109,7 @@ def stream_of(arrays: list[Array]) -> Stream:
     _require_current("linear", arrays, current)
     linalg = _linalg()
     tf32 = linalg.get_compute_type(np.float32) == linalg.COMPUTE_TYPE_TF32
-    return Stream(current, cupy.cuda.get_current_stream().ptr, tf32)
+    return MatmulStream(current, cupy.cuda.get_current_stream().ptr, tf32)
 
 
 def allocate(size: int) -> Any:
@@ -130,15 +131,15 @@ def frontend() -> Any:
         version = cudnn.backend_version()
     except Exception as error:  # OSError of the library, AttributeError of other versions, ...
         return _cannot_be_called("cuDNN", packages.no_library("cudnn", error), error)
-    if version < attention.OLDEST:
+    if version < OLDEST:
         return (
-            f"cuDNN is too old: its version is {version}, {attention.OLDEST} is needed: "
+            f"cuDNN is too old: its version is {version}, {OLDEST} is needed: "
             f"{packages.LIBRARIES['cudnn']}"
         )
     return cudnn
 
 
-def attention_stream_of(arrays: list[Array]) -> attention.Stream:
+def attention_stream_of(arrays: list[Array]) -> AttentionStream:
     """Return CuPy's current stream, its device and the device's compute capability.
 
     Raises ValueError if an array is on another device.
@@ -146,7 +147,7 @@ def attention_stream_of(arrays: list[Array]) -> attention.Stream:
     current = cupy.cuda.runtime.getDevice()
     _require_current("sdpa", arrays, current)
     capability = int(cupy.cuda.Device(current).compute_capability)  # CuPy caches it
-    return attention.Stream(current, cupy.cuda.get_current_stream().ptr, capability)
+    return AttentionStream(current, cupy.cuda.get_current_stream().ptr, capability)
 
 
 def beside() -> dict[str, str]:
@@ -273,11 +274,9 @@ def _kernel(source: Source, name: str, dtype: str, macros: dict[str, Any]) -> tu
     if module is None:
         options = source.options(dtype, macros)
         module = _modules[key] = cupy.RawModule(code=source.text, options=options)
-    return module.get_function(name), np.dtype(arithmetic(dtype)).type
+    # Arithmetic of two-byte numbers is in float32, as REAL of `Source.options`.
+    return module.get_function(name), np.float64 if dtype == "float64" else np.float32
 
 
-GRAPHS[ARRAY] = Graph
-LAUNCHERS[ARRAY] = launch
-MAKERS[ARRAY] = cupy.empty
-attention.RUNTIMES[ARRAY] = Runtime(frontend, attention_stream_of, allocate)
-RUNTIMES[ARRAY] = Runtime(bindings, stream_of, allocate)
+CUBLASLT = Runtime(bindings, stream_of, allocate)
+CUDNN = Runtime(frontend, attention_stream_of, allocate)

@@ -3,14 +3,15 @@
     SOURCE = Source(__file__, WIDE=(0, 1))  # softmax.cu beside softmax.py
     launch(SOURCE, "softmax_forward", x, grid=(rows,), block=(128,), args=(x, y, width), WIDE=1)
 
-The type of the arrays selects the launcher. CuPy's is in `driver`; the tests have one that runs the
-same source on the CPU. So neither this module nor the kernels' Python imports CuPy.
+The type of the arrays selects the launcher (`library_of`). CuPy's is in `driver`; the tests have
+one that runs the same source on the CPU. So neither this module nor the kernels' Python imports
+CuPy.
 docs/cuda-kernels.md explains how to write and test a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -26,10 +27,9 @@ REALS = {"float32": "float", "float64": "double"}
 EVERY = (*REALS, *STORED)
 MAX_THREADS = 256  # of a block that works on one row
 
-Launcher = Callable[..., None]
-LAUNCHERS: dict[type, Launcher] = {}  # type of the arrays -> launcher
-# Type of the arrays -> a function that makes one, if it is faster than the array API's `empty`.
-MAKERS: dict[type, Callable[..., Array]] = {}
+# Type of the arrays -> what has the names of `driver` that kernels use: launch, empty, Graph,
+# CUBLASLT and CUDNN. Of CuPy's arrays it is `driver` itself; tests have another one.
+LIBRARIES: dict[type, Any] = {}
 
 
 class Source:
@@ -112,17 +112,22 @@ def launch(
     """
     if 0 in grid:
         return
-    run = LAUNCHERS.get(type(like)) or _launcher(type(like))
-    run(source, name, like, grid, block, args, shared, macros)
+    library_of(type(like)).launch(source, name, like, grid, block, args, shared, macros)
 
 
-def _launcher(array_type: type) -> Launcher:
-    from xformer.backends.cupy import driver
+def library_of(array_type: type) -> Any:
+    """Return the entry of an array type in `LIBRARIES`; CuPy's is added when it is first needed.
 
-    if issubclass(array_type, driver.ARRAY):
-        return LAUNCHERS[driver.ARRAY]
-    module = array_type.__module__
-    raise TypeError(f"launch: arrays must be CuPy's, got {array_type.__name__} of {module}")
+    Raises TypeError for an array of another library.
+    """
+    if array_type not in LIBRARIES:
+        from xformer.backends.cupy import driver
+
+        if not issubclass(array_type, driver.ARRAY):
+            module = array_type.__module__
+            raise TypeError(f"launch: arrays must be CuPy's, got {array_type.__name__} of {module}")
+        LIBRARIES[array_type] = driver
+    return LIBRARIES[array_type]
 
 
 # ---- Shared by the kernels' Python ----
@@ -161,8 +166,8 @@ def empty(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) 
     """
     shape = like.shape if shape is None else shape
     dtype = like.dtype if dtype is None else dtype
-    make = MAKERS.get(type(like)) or array_namespace(like).empty
-    return make(shape, dtype=dtype)
+    array: Array = library_of(type(like)).empty(shape, dtype=dtype)
+    return array
 
 
 def wide(width: int, *arrays: Array | None) -> int:

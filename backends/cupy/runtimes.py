@@ -21,13 +21,20 @@ class Runtime(NamedTuple):
     allocate: Callable[[int], Any]  # returns so many bytes of device memory, at address `ptr`
 
 
-def runtime_of(known: dict[type, Runtime], array_type: type) -> Runtime:
-    """Return the runtime of an array type in `known`; CuPy's is added when it is first needed."""
-    if array_type not in known:
-        from xformer.backends.cupy import driver
+class MatmulStream(NamedTuple):
+    """The stream that runs a matmul, its device, and the precision."""
 
-        known[array_type] = known[driver.ARRAY]
-    return known[array_type]
+    device: int
+    address: int
+    tf32: bool  # whether float32 factors may be rounded to TF32
+
+
+class AttentionStream(NamedTuple):
+    """The stream that runs attention, and its device."""
+
+    device: int
+    address: int
+    capability: int  # compute capability of the device, 90 for 9.0
 
 
 # ---- Failures ----

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from xformer.backends.cupy import cudnn_support
 from xformer.backends.cupy.attention import heads_first
-from xformer.backends.cupy.cudnn import RUNTIMES, plan_of, ran
+from xformer.backends.cupy.cudnn import plan_of, ran, runtime_of
 from xformer.backends.cupy.cudnn_plan import (
     CTX,
     DCTX,
@@ -26,7 +26,6 @@ from xformer.backends.cupy.cudnn_plan import (
 )
 from xformer.backends.cupy.index_add import deterministic, is_deterministic
 from xformer.backends.cupy.module import contiguous, empty
-from xformer.backends.cupy.runtimes import runtime_of
 from xformer.backends.cupy.side_by_side import heads_beside, joined
 from xformer.base.namespace import array_namespace
 from xformer.base.printing import short
@@ -52,7 +51,7 @@ def unsupported(
     **options: Any,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
-    runtime = runtime_of(RUNTIMES, type(q))
+    runtime = runtime_of(q)
     library = runtime.library()
     if isinstance(library, str):
         return library

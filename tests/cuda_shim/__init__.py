@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,8 @@ from cuda_shim.launcher import launch
 from cuda_shim.on_request import calling, calling_cudnn
 from xformer import dispatch
 from xformer.backends.cupy import deterministic
-from xformer.backends.cupy.captured import GRAPHS
 from xformer.backends.cupy.compiled import Compiled
-from xformer.backends.cupy.module import LAUNCHERS  # registers the kernels; imports no CuPy
+from xformer.backends.cupy.module import LIBRARIES  # registers the kernels; imports no CuPy
 from xformer.backends.cupy.packed import packed
 from xformer.dispatch.backend import Backend, Unusable
 from xformer.dispatch.shapes import STORED
@@ -85,8 +85,13 @@ def backend(device: str | None = None) -> Backend:
     return ShimBackend(NAME, namespace, DEVICE, ("float32", "float64"), np.__version__)
 
 
-LAUNCHERS[Array] = launch
-GRAPHS[Array] = Graph
+LIBRARIES[Array] = SimpleNamespace(
+    launch=launch,
+    empty=namespace.empty,
+    Graph=Graph,
+    CUBLASLT=calling.runtime,
+    CUDNN=calling_cudnn.runtime,
+)
 sys.modules[f"xformer.backends.{NAME}"] = sys.modules[NAME]  # where the dispatch looks for it
 for op in dispatch.ops():
     if "cupy" in op.kernels:

@@ -44,7 +44,7 @@ from cuda_shim.cublaslt_parts import (
     told_to_raise,
 )
 from cuda_shim.graph import note
-from xformer.backends.cupy.cublaslt import Stream
+from xformer.backends.cupy.runtimes import MatmulStream
 
 
 class CublasLt:
@@ -75,9 +75,9 @@ class CublasLt:
 
     # ---- The runtime ----
 
-    def stream_of(self, arrays: Sequence[Array]) -> Stream:
+    def stream_of(self, arrays: Sequence[Array]) -> MatmulStream:
         self.arrays = arrays
-        return Stream(self.device, self.stream, self.tf32)
+        return MatmulStream(self.device, self.stream, self.tf32)
 
     def allocate(self, size: int) -> Any:
         held = Held(size, (self.device, self.stream))

@@ -26,7 +26,8 @@ from cuda_shim.cudnn_graph import (
     heur_mode,
 )
 from cuda_shim.graph import note
-from xformer.backends.cupy.cudnn import OLDEST, Stream
+from xformer.backends.cupy.cudnn_support import OLDEST
+from xformer.backends.cupy.runtimes import AttentionStream
 
 
 class Call(NamedTuple):
@@ -70,9 +71,9 @@ class Cudnn:
         self.built = 0  # graphs
         self.random = np.random.default_rng(0)
 
-    def stream_of(self, arrays: Iterable[Array]) -> Stream:
+    def stream_of(self, arrays: Iterable[Array]) -> AttentionStream:
         self.arrays = list(arrays)
-        return Stream(self.device, self.stream, self.capability)
+        return AttentionStream(self.device, self.stream, self.capability)
 
     def allocate(self, size: int) -> Held:
         held = Held(size, self.stream)

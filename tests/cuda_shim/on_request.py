@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cuda_shim.array import Array
 from xformer.backends.cupy import cublaslt, cudnn
 from xformer.backends.cupy.runtimes import Runtime
 
@@ -17,7 +16,7 @@ class OnRequest:
     def __init__(self, module: Any, name: str) -> None:
         self.why_not = f"on the stand-in {name} is called where a test asks for it"
         self._module, self._now = module, list[Any]()
-        module.RUNTIMES[Array] = Runtime(
+        self.runtime = Runtime(
             lambda: self._now[-1] if self._now else self.why_not,
             lambda arrays: self._now[-1].stream_of(arrays),
             lambda size: self._now[-1].allocate(size),

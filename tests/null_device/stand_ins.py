@@ -81,17 +81,17 @@ def using(*names: str) -> Iterator[None]:
 
     lt, nn = CublasLt(), Cudnn()
     none = "the null device is without it"
-    before = cublaslt.RUNTIMES[driver.ARRAY], cudnn.RUNTIMES[driver.ARRAY]
+    before = driver.CUBLASLT, driver.CUDNN
     states = cublaslt._state, cudnn._state
     cublaslt._state, cudnn._state = cublaslt.State(), cudnn.State()
-    cublaslt.RUNTIMES[driver.ARRAY] = Runtime(
+    driver.CUBLASLT = Runtime(
         lambda: lt if "cublaslt" in names else none, driver.stream_of, driver.allocate
     )
-    cudnn.RUNTIMES[driver.ARRAY] = Runtime(
+    driver.CUDNN = Runtime(
         lambda: nn if "cudnn" in names else none, driver.attention_stream_of, driver.allocate
     )
     try:
         yield
     finally:
-        cublaslt.RUNTIMES[driver.ARRAY], cudnn.RUNTIMES[driver.ARRAY] = before
+        driver.CUBLASLT, driver.CUDNN = before
         cublaslt._state, cudnn._state = states

@@ -7,8 +7,6 @@ x sigmoid(c x); tanh and softcap are c tanh(x / c). The other formulas ignore c.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,7 +47,6 @@ E0, E1, E2, E3, E4, E5, E6 = map(np.float32, numpys.EXACT)
 SLOPE0, SLOPE1 = np.float32(2 * SCALE), np.float32(6 * SCALE * CUBIC)
 GELU_FAR32, DENSITY = np.float32(GELU_FAR), np.float32(1 / math.sqrt(2 * math.pi))
 HALF = np.float32(0.5)
-Reference = Callable[[Any], tuple[Any, Any]]
 
 
 def _refuses(x: Array, *, approximate: str = "none") -> str | None:
@@ -59,24 +56,21 @@ def _refuses(x: Array, *, approximate: str = "none") -> str | None:
 @recorded(ops.gelu, _refuses)
 def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, NumbaActivationCache]:
     """y = x * Phi(x), or its approximation by tanh."""
-    reference = partial(ops.gelu.reference, approximate=approximate)
-    return activate(
-        "gelu", x, reference, FORMULAS["gelu" if approximate == "none" else "gelu_tanh"]
-    )
+    return activate("gelu", x, FORMULAS["gelu" if approximate == "none" else "gelu_tanh"])
 
 
 @recorded(ops.softcap)
 def softcap(x: Array, *, cap: float) -> tuple[Array, NumbaActivationCache]:
     """y = cap * tanh(x / cap)."""
     cap = require_cap("softcap", cap, "cap")
-    return activate("softcap", x, partial(ops.softcap.reference, cap=cap), (TANH, cap))
+    return activate("softcap", x, (TANH, cap))
 
 
 def _register(op: Overridable[..., Any]) -> None:
     """Register the kernel of an activation without options."""
 
     def run(x: Array) -> tuple[Array, NumbaActivationCache]:
-        return activate(op.__name__, x, op.reference, FORMULAS[op.__name__])
+        return activate(op.__name__, x, FORMULAS[op.__name__])
 
     run.__name__ = op.__name__
     recorded(op)(run)
@@ -86,21 +80,14 @@ for _op in (ops.quick_gelu, ops.relu, ops.relu_squared, ops.sigmoid, ops.silu, o
     _register(_op)
 
 
-def activate(
-    name: str, x: Array, reference: Reference, formula: tuple[int, float]
-) -> tuple[Array, NumbaActivationCache]:
+def activate(name: str, x: Array, formula: tuple[int, float]) -> tuple[Array, NumbaActivationCache]:
     """Record an activation of x; y has the memory layout of x.
 
-    name: of the instruction. reference: the activation on NumPy arrays. formula: (code, c).
+    name: of the instruction. formula: (code, c).
     """
-    x = dense(x)
-
-    def run(y: Any, x: Any) -> None:
-        np.copyto(y, reference(x)[0])
-
-    code, c = formula
-    (y,) = record(forward, name, run, x, code=code, c=c)
-    return y, NumbaActivationCache(y if code in FROM_OUTPUT else x, name, reference, formula)
+    x, (code, c) = dense(x), formula
+    (y,) = record(forward, name, x, code=code, c=c)
+    return y, NumbaActivationCache(y if code in FROM_OUTPUT else x, name, formula)
 
 
 @short
@@ -109,19 +96,13 @@ class NumbaActivationCache(NamedTuple):
 
     saved: Array
     name: str
-    reference: Reference
     formula: tuple[int, float]
 
     def backward(self, dy: Array) -> Array:
         """dx = dy * y'(x)."""
-        saved, name, reference, (code, c) = self
+        saved, name, (code, c) = self
         require_gradient(name, "dy", dy, saved)
-
-        def run(dx: Any, saved: Any, dy: Any) -> None:
-            cache = reference(saved)[1]
-            np.copyto(dx, cache._replace(**{cache._fields[0]: saved}).backward(dy))
-
-        return record(backward, f"{name} backward", run, saved, dy, code=code, c=c)[0]
+        return record(backward, f"{name} backward", saved, dy, code=code, c=c)[0]
 
 
 @declared("y (N) <- x (N)", unit=LINE)

@@ -11,7 +11,7 @@ import numpy as np
 from xformer.backends.numba.atomic import floats
 from xformer.backends.numba.compiled import elementwise, inlined, rowwise
 from xformer.backends.numba.kernels.layout import fresh_in, in_order, order_of
-from xformer.backends.numba.program import namespace, program
+from xformer.backends.numba.program.copies import astype
 from xformer.backends.numba.program.native import (
     LINE,
     Native,
@@ -23,6 +23,7 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
+from xformer.backends.numba.program.program import of, program_of
 from xformer.backends.numba.program.traced import Traced, constant
 from xformer.base.typing import Array
 from xformer.dispatch import kernel
@@ -56,7 +57,7 @@ def unsupported(
     shapes = [x.shape for x in params]
     if any([x.shape for x in trees] != shapes for trees in (grads, m, v)):
         return "gradients and moments must have the shapes of their parameters"
-    return None if program.of(leaves) else "all arrays are constants"
+    return None if of(leaves) else "all arrays are constants"
 
 
 @kernel(op, "numba.kernels", unsupported=unsupported)
@@ -79,8 +80,7 @@ def adam_update(
     p <- keep p - rate m / (sqrt(v) / root + eps). rate, root and keep may be arrays, whose values
     are known only in a run.
     """
-    recorder = program.of([*params, *grads, *m, *v])
-    assert recorder is not None  # `unsupported` has checked this
+    recorder = program_of(*params, *grads, *m, *v)
     orders = [order_of(x) for x in params]
     leaves = zip(orders, zip(params, grads, m, v, strict=True), strict=True)
     old = [[in_order(x, order) for x in leaf] for order, leaf in leaves]
@@ -88,15 +88,6 @@ def adam_update(
         [fresh_in(recorder, order, p.shape, np.float32) for _ in range(NEW)]
         for order, p in zip(orders, params, strict=True)
     ]
-
-    def run(*arrays: Any) -> None:
-        outs, (rate, root, keep, *leaves) = arrays[: NEW * len(old)], arrays[NEW * len(old) :]
-        columns = [leaves[i::OLD] for i in range(OLD)]  # params, grads, m, v
-        updated = op.reference(*columns, rate=rate, root=root, keep=keep, betas=betas, eps=eps)
-        for i, new_arrays in enumerate(updated):
-            for out, x in zip(outs[i::NEW], new_arrays, strict=True):
-                out[...] = x
-
     scalars = [_scalar(x) for x in (rate, root, keep)]
     sizes = [leaf[0].size for leaf in old]
     constants = *map(bits, (*betas, eps)), len(old), *sizes
@@ -104,7 +95,7 @@ def adam_update(
     pieces = recorder.pieces(sum(sizes))
     # An output may reuse the memory of the inputs of its own leaf.
     of_leaf = [range(3 + OLD * i, 3 + OLD * (i + 1)) for i in range(len(old)) for _ in range(NEW)]
-    recorder.emit("adam", run, outs, ins, Native(step, constants, pieces), in_place=of_leaf)
+    recorder.emit("adam", outs, ins, Native(step, constants, pieces), in_place=of_leaf)
     new_p, new_m, new_v = (list(leaves) for leaves in zip(*new, strict=True))
     return new_p, new_m, new_v
 
@@ -112,7 +103,7 @@ def adam_update(
 def _scalar(x: Any) -> Any:
     """Return a number, or an array of one element, as a float64 array ()."""
     x = x if isinstance(x, Traced) else constant(np.asarray(x, np.float64))
-    return namespace.astype(x, np.dtype(np.float64))
+    return astype(x, np.dtype(np.float64))
 
 
 @native

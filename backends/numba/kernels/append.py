@@ -8,9 +8,10 @@ import numpy as np
 
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.flash_rows import copy
-from xformer.backends.numba.kernels.layout import program_of, record, unrecordable
+from xformer.backends.numba.kernels.layout import record, unrecordable
+from xformer.backends.numba.program.copies import contiguous
 from xformer.backends.numba.program.declared import declared
-from xformer.backends.numba.program.namespace import contiguous
+from xformer.backends.numba.program.program import program_of
 from xformer.base.typing import Array
 from xformer.dispatch import kernel
 from xformer.layers.kv_cache import KVCache
@@ -40,15 +41,9 @@ def append(k: Array, v: Array, *, kv_cache: KVCache) -> KVCache:
     (`donate`), and only the new slots are written.
     """
     old: Any = kv_cache.k, kv_cache.v
-
-    def run(new_k: Any, new_v: Any, write_index: Any, *ins: Any) -> None:
-        new: Any = op.reference(*ins[:2], kv_cache=KVCache(ins[2], ins[3], write_index=write_index))
-        np.copyto(new_k, new.k)
-        np.copyto(new_v, new.v)
-
     ins = [kv_cache.write_index, *map(contiguous, (k, v, *old))]
     pieces = program_of(*ins).pieces(k.size + v.size)  # the work of a write in place
-    new = record(write, "append", run, *ins, pieces=pieces, in_place=[(3,), (4,)])
+    new = record(write, "append", *ins, pieces=pieces, in_place=[(3,), (4,)])
     return kv_cache._replace(k=new[0], v=new[1])
 
 

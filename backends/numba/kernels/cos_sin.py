@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.kernels.layout import program_of, record
+from xformer.backends.numba.kernels.layout import record
 from xformer.backends.numba.program.declared import declared
+from xformer.backends.numba.program.program import program_of
 from xformer.backends.numba.program.traced import constant
 from xformer.base.typing import Array
 from xformer.dispatch import kernel
@@ -39,16 +40,8 @@ def cos_sin(
     """Return cos and sin (..., R/2) in float32, computed from angles in float64."""
     values, factor = frequencies_of(config, length)
     frequencies = constant(np.array(values, np.float64))
-
-    def run(cos: Any, sin: Any, positions: Any, frequencies: Any) -> None:
-        angles = positions[..., None] * frequencies
-        np.copyto(cos, factor * np.cos(angles), casting="same_kind")
-        np.copyto(sin, factor * np.sin(angles), casting="same_kind")
-
     pieces = program_of(positions).pieces(COST * positions.size * len(values))
-    cos, sin = record(
-        fill_tables, "cos_sin", run, positions, frequencies, pieces=pieces, factor=factor
-    )
+    cos, sin = record(fill_tables, "cos_sin", positions, frequencies, pieces=pieces, factor=factor)
     return cos, sin
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends.numba.flash_rows import copy
-from xformer.backends.numba.kernels.layout import program_of, record, recorded
+from xformer.backends.numba.kernels.layout import record, recorded
 from xformer.backends.numba.kernels.losses import (
     Options,
     differentiate,
@@ -17,9 +17,9 @@ from xformer.backends.numba.kernels.losses import (
     tokens_of,
     weighted_sum,
 )
-from xformer.backends.numba.program import program
+from xformer.backends.numba.program.copies import contiguous, reshape
 from xformer.backends.numba.program.declared import declared
-from xformer.backends.numba.program.namespace import contiguous, reshape
+from xformer.backends.numba.program.program import program_of
 from xformer.backends.numba.program.traced import constant
 from xformer.base.printing import short
 from xformer.base.typing import Array
@@ -45,18 +45,13 @@ def cross_entropy(
     targets, and for "mean" and "sum" add the losses.
     """
     checked = Options(*loss_options(**options))
-    recorder = program.of([logits, targets])
-    assert recorder is not None  # `unsupported` has checked this
+    recorder = program_of(logits, targets)
     tokens = tokens_of(recorder, logits, targets, checked)
     n, n_classes = math.prod(logits.shape[:-1]), logits.shape[-1]
     rows = reshape(contiguous(logits), (n, n_classes))
-
-    def run(losses: Any, row: Any, logits: Any, targets: Any) -> None:
-        losses[...] = checked.reference(logits, targets)[0]
-
     numbers = checked.numbers()
     ins, pieces = (rows, tokens.targets), recorder.pieces(rows.size)
-    losses, _ = record(take_losses, "cross_entropy", run, *ins, pieces=pieces, **numbers)
+    losses, _ = record(take_losses, "cross_entropy", *ins, pieces=pieces, **numbers)
     cache = NumbaCrossEntropyCache(rows, *tokens, checked, logits.shape)
     if checked.reduction == "none":
         return reshape(losses, logits.shape[:-1]), cache
@@ -88,17 +83,11 @@ class NumbaCrossEntropyCache(NamedTuple):
         expected = shape[:-1] if per_token else ()
         require_gradient("cross_entropy", "dloss", dloss, logits, expected)
         dloss = reshape(dloss, (dloss.size,))
-
-        def run(dlogits: Any, losses: Any, *ins: Any) -> None:
-            logits, targets, weight, dloss = ins
-            losses[...], cache = options.reference(logits, targets)
-            dlogits[...] = cache.backward(np.broadcast_to(dloss * weight[0], losses.shape))
-
         ins, name = (logits, targets, weight, dloss), "cross_entropy backward"
         pieces = program_of(*ins).pieces(logits.size)
         # The loop computes the losses too; they are not used.
         numbers = {"per_token": per_token, **options.numbers()}
-        dlogits, _ = record(differentiate_losses, name, run, *ins, pieces=pieces, **numbers)
+        dlogits, _ = record(differentiate_losses, name, *ins, pieces=pieces, **numbers)
         return reshape(dlogits, shape)
 
 

@@ -10,8 +10,8 @@ from xformer import ops
 from xformer.backends.numba import philox
 from xformer.backends.numba.compiled import elementwise
 from xformer.backends.numba.kernels.layout import record, recorded
+from xformer.backends.numba.program.copies import astype, contiguous
 from xformer.backends.numba.program.declared import declared
-from xformer.backends.numba.program.namespace import astype, contiguous
 from xformer.backends.numba.program.native import LINE
 from xformer.backends.numba.program.traced import Traced, constant
 from xformer.base.printing import short
@@ -57,11 +57,6 @@ class NumbaDropoutCache(NamedTuple):
 def _drop(name: str, x: Array, rate: float, key: RandomKey) -> Array:
     """Record the instruction `name`, and return x * keep / (1 - rate)."""
     step = key.step if isinstance(key.step, Traced) else constant(np.array(key.step, np.int64))
-
-    def run(y: Any, x: Any, step: Any) -> None:
-        step_key = key._replace(step=int(step))
-        np.copyto(y, ops.dropout.reference(x, rate=rate, key=step_key)[0])
-
     numbers: Any = {
         "lowest": round(rate * 2**32),
         "seed_low": key.seed & MASK,
@@ -69,7 +64,7 @@ def _drop(name: str, x: Array, rate: float, key: RandomKey) -> Array:
         "site": key.site,
         "divisor": 1 - rate,
     }
-    return record(drop, name, run, contiguous(x), astype(step, np.int64), **numbers)[0]
+    return record(drop, name, contiguous(x), astype(step, np.int64), **numbers)[0]
 
 
 @declared("y (N) <- x (N), step () int64", unit=LINE)

@@ -9,9 +9,9 @@ import numpy as np
 from xformer import ops
 from xformer.backends.numba.flash_rows import copy
 from xformer.backends.numba.kernels.index_add import emit_sums
-from xformer.backends.numba.kernels.layout import program_of, record, recorded
+from xformer.backends.numba.kernels.layout import record, recorded
+from xformer.backends.numba.program.copies import reshape
 from xformer.backends.numba.program.declared import declared
-from xformer.backends.numba.program.namespace import reshape
 from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch.checks import require_ids, require_shape
@@ -21,12 +21,8 @@ from xformer.dispatch.checks import require_ids, require_shape
 def embedding(table: Array, *, ids: Array) -> tuple[Array, NumbaEmbeddingCache]:
     """y = table[ids]."""
     ids = require_ids("embedding", "ids", ids, table.shape[0], table)
-    flat, width = reshape(ids, (ids.size,)), table.shape[1]
-
-    def run(y: Any, table: Any, ids: Any) -> None:
-        np.take(table, ids, axis=0, out=y.reshape(len(ids), width))
-
-    (y,) = record(take_rows, "embedding", run, table, flat, shapes={"N": ids.shape})
+    flat = reshape(ids, (ids.size,))
+    (y,) = record(take_rows, "embedding", table, flat, shapes={"N": ids.shape})
     return y, NumbaEmbeddingCache(ids, table.shape)
 
 
@@ -44,7 +40,7 @@ class NumbaEmbeddingCache(NamedTuple):
         rows, flat = reshape(dy, (ids.size, table_shape[1])), reshape(ids, (ids.size,))
         if dy.dtype != np.float32:
             raise TypeError(f"embedding: dy must be float32 as the table, got {dy.dtype}")
-        return emit_sums(program_of(ids, dy), "embedding backward", table_shape, rows, flat)
+        return emit_sums("embedding backward", table_shape, rows, flat)
 
 
 @declared("y (N, D) <- table (V, D), ids (N) int64")

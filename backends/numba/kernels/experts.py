@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer import ops
 from xformer.backends.numba.compiled import elementwise, rowwise
 from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels import grouped
@@ -22,10 +21,12 @@ from xformer.backends.numba.kernels.activations import (
 from xformer.backends.numba.kernels.gemm import Pair
 from xformer.backends.numba.kernels.grouped import Order
 from xformer.backends.numba.kernels.index_add import emit_sums
-from xformer.backends.numba.kernels.layout import program_of, record, recorded, unrecordable
+from xformer.backends.numba.kernels.layout import record, recorded, unrecordable
 from xformer.backends.numba.program import namespace
+from xformer.backends.numba.program.copies import contiguous, reshape
 from xformer.backends.numba.program.declared import declared
-from xformer.backends.numba.program.namespace import contiguous, reshape, take
+from xformer.backends.numba.program.namespace import take
+from xformer.backends.numba.program.program import program_of
 from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch.checks import require_gradient
@@ -153,12 +154,12 @@ class NumbaExpertsCache(NamedTuple):
 
     def _bias_gradients(self, dgate: Array, dup: Array, dy_rows: Array) -> list[Array | None]:
         """The sums over the choices of each expert; None for a bias that is absent."""
-        dzs, program = [dgate, dup, dy_rows], self.order.rows.program
+        dzs = [dgate, dup, dy_rows]
         if self.biases[2] is not None:
             share = take(reshape(self.weights, (-1,)), self.order.choices, axis=0)
             dzs[2] = share[:, None] * dy_rows
         return [
-            None if b is None else emit_sums(program, "experts db", b.shape, dz, self.chosen)
+            None if b is None else emit_sums("experts db", b.shape, dz, self.chosen)
             for b, dz in zip(self.biases, dzs, strict=True)
         ]
 
@@ -166,13 +167,8 @@ class NumbaExpertsCache(NamedTuple):
 def _emit_hidden(gate: Array, up: Array, activation: str, weights: Array, order: Order) -> Array:
     """Return hidden = weight * act(gate) * up of each choice, sorted by expert: (M, F)."""
     code, c = FORMULAS[activation]
-
-    def run(hidden: Any, gate: Any, up: Any, weights: Any, choices: Any) -> None:
-        weight = weights.reshape(-1)[choices][:, None]
-        hidden[...] = weight * ops.glu.reference(gate, up, activation=activation)[0]
-
     ins = gate, up, weights, order.choices
-    return record(forward, "experts hidden", run, *ins, code=code, c=c)[0]
+    return record(forward, "experts hidden", *ins, code=code, c=c)[0]
 
 
 def _emit_backward(cache: NumbaExpertsCache, dhidden: Array) -> list[Array]:
@@ -182,19 +178,9 @@ def _emit_backward(cache: NumbaExpertsCache, dhidden: Array) -> list[Array]:
     """
     gate, weights, activation = cache.gate, cache.weights, cache.activation
     code, c = FORMULAS[activation]
-
-    def run(dgate: Any, dup: Any, dweights: Any, *arrays: Any) -> None:
-        *hidden, gate, up, weights, choices, dhidden = arrays
-        weight = weights.reshape(-1)[choices][:, None]
-        y, glu = ops.glu.reference(gate, up, activation=activation)
-        dgate[...], dup[...] = glu.backward(weight * dhidden)
-        dweights.reshape(-1)[choices] = np.sum(dhidden * y, axis=1)
-        for out in hidden:
-            out[...] = weight * y
-
     ins = gate, cache.up, weights, cache.order.choices, dhidden
     without = None if cache.trainable else "hidden"
-    return record(backward, "experts hidden backward", run, *ins, without=without, code=code, c=c)
+    return record(backward, "experts hidden backward", *ins, without=without, code=code, c=c)
 
 
 @declared("hidden (M, F) <- gate (M, F), up (M, F), weights (W), choices (M) int64")

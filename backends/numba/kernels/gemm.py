@@ -8,7 +8,7 @@ sums their results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,8 @@ import numpy as np
 from xformer.backends.numba.compiled import FEW, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO, copy
 from xformer.backends.numba.gemm import AS_IT_IS, ROW_MAJOR, TRANSPOSED, call
+from xformer.backends.numba.program.copies import contiguous
 from xformer.backends.numba.program.declared import declared
-from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import (
     LINE,
     SCRATCH,
@@ -99,9 +99,7 @@ def emit_parts(name: str, y: Array, pairs: Sequence[Pair], b: Array | None) -> P
         (x, w), pieces = pairs[0], _pieces_of_rows(program, pairs[0].w)
         parts = program.fresh((pieces, n, m), np.float32)
         sizes = n, m, len(w), _strides(x)[0], _strides(w)[0]
-        program.emit(
-            name, _run_parts, [parts], [x, w], Native(split_products, sizes, pieces, anyone=True)
-        )
+        program.emit(name, [parts], [x, w], Native(split_products, sizes, pieces, anyone=True))
         return PendingSum(y, parts, b)
     head = n, m, int(n >= m), bias, len(pairs)
     layouts = [number for x, w in pairs for number in (x.shape[1], *_strides(x), *_strides(w))]
@@ -112,7 +110,7 @@ def emit_parts(name: str, y: Array, pairs: Sequence[Pair], b: Array | None) -> P
     if row_by_row and pieces > 1 and n < m:
         pieces = _pieces_of_rows(program, pairs[0].w)
     compiled = Native(products, (*head, *layouts), pieces, not row_by_row, anyone=row_by_row)
-    program.emit(name, _running(len(pairs)), [y], ins, compiled)
+    program.emit(name, [y], ins, compiled)
     return None
 
 
@@ -139,34 +137,7 @@ def emit_sums(name: str, pending: Sequence[PendingSum]) -> None:
         sizes = {"S": y.size, "K": len(parts), "M": y.shape[1]}
         ins = [parts] if b is None else [parts, contiguous(b)]
         compiled = Native(add_parts, add_parts.numbers(sizes), y.program.pieces(parts.size))
-        y.program.emit(f"{name} sums", _run_sums, [y], ins, compiled)
-
-
-def _running(n_pairs: int) -> Callable[..., None]:
-    """Return the matmul of `n_pairs` pairs on NumPy arrays: run(y, x1, w1, x2, w2, ..., b)."""
-
-    def run(y: Any, *ins: Any) -> None:
-        np.matmul(ins[0], ins[1], out=y)
-        for i in range(2, 2 * n_pairs, 2):
-            y += ins[i] @ ins[i + 1]
-        for b in ins[2 * n_pairs :]:
-            y += b
-
-    return run
-
-
-def _run_parts(parts: Any, x: Any, w: Any) -> None:
-    """Compute the parts of a split matmul on NumPy arrays."""
-    for i, y in enumerate(parts):
-        start, stop = part.py_func(len(w), i, len(parts), LINE)
-        np.matmul(x[:, start:stop], w[start:stop], out=y)
-
-
-def _run_sums(y: Any, parts: Any, b: Any = None) -> None:
-    """Compute y = sum of parts, + b, on NumPy arrays."""
-    np.sum(parts, axis=0, out=y)
-    if b is not None:
-        y += b
+        y.program.emit(f"{name} sums", [y], ins, compiled)
 
 
 @rowwise

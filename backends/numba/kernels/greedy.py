@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from xformer.backends.numba.compiled import elementwise
-from xformer.backends.numba.kernels.layout import program_of, record, recorded
+from xformer.backends.numba.kernels.layout import record, recorded
 from xformer.backends.numba.program.declared import declared
+from xformer.backends.numba.program.program import program_of
 from xformer.base.typing import Array
 from xformer.ops.greedy import greedy as op
 
@@ -24,12 +23,8 @@ def greedy(logits: Array) -> Array:
 
     The id is -1 if a logit is NaN or the largest logit is not finite.
     """
-
-    def run(chosen: Any, logits: Any) -> None:
-        np.copyto(chosen, op.reference(logits))
-
     pieces = program_of(logits).threads if len(logits) > 1 else 1
-    return record(largest_of_rows, "greedy", run, logits, pieces=pieces)[0]
+    return record(largest_of_rows, "greedy", logits, pieces=pieces)[0]
 
 
 @declared("chosen (B) int64 <- logits (B, V)")

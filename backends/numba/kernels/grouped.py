@@ -9,7 +9,6 @@ in a run: kernels read `ends` in each run. They never access a row outside [0, M
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +16,8 @@ import numpy as np
 from xformer.backends.numba.kernels.embedding import take_rows
 from xformer.backends.numba.kernels.gemm import Pair, matrix_strides, product
 from xformer.backends.numba.kernels.layout import record
+from xformer.backends.numba.program.copies import contiguous
 from xformer.backends.numba.program.declared import declared
-from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import LINE, Native, native, numbers, part, words
 from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.registers import HIGH
@@ -39,15 +38,7 @@ def emit_order(program: Program, ids: Array, n_experts: int) -> Order:
     """Record the sort of choices by expert. ids: (N, C) int64, checked to be in [0, E)."""
     shapes = {"M": (ids.size,), "E1": (n_experts + 1,)}
     name = "experts order"
-    return Order(*record(sort, name, _run_order, ids, program=program, shapes=shapes, pieces=1))
-
-
-def _run_order(choices: Any, rows: Any, positions: Any, ends: Any, ids: Any) -> None:
-    """Compute the arrays of `Order` on NumPy arrays."""
-    choices[...] = np.argsort(ids, axis=None, kind="stable")
-    rows[...] = choices // max(ids.shape[1], 1)
-    positions[choices] = np.arange(ids.size)
-    ends[...] = np.searchsorted(np.sort(ids, axis=None), np.arange(len(ends)))
+    return Order(*record(sort, name, ids, program=program, shapes=shapes, pieces=1))
 
 
 @declared(
@@ -77,23 +68,15 @@ def sort(choices: Any, rows: Any, positions: Any, ends: Any, ids: Any) -> None:
 
 def emit_rows(name: str, x: Array, order: Order) -> Array:
     """Return the rows of x (N, D) that the choices belong to, sorted by expert: (M, D)."""
-
-    def run(y: Any, x: Any, rows: Any) -> None:
-        np.take(x, rows, axis=0, out=y)
-
-    return record(take_rows, name, run, x, order.rows)[0]
+    return record(take_rows, name, x, order.rows)[0]
 
 
 def emit_sums(name: str, x: Array, order: Order, n: int) -> Array:
     """Return y (n, D): for each row, the sum of x (M, D), sorted by expert, over its C choices."""
     n_choices = x.shape[0] // max(n, 1)
-
-    def run(y: Any, x: Any, positions: Any) -> None:
-        np.sum(x[positions.reshape(n, n_choices)], axis=1, out=y)
-
     pieces = order.rows.program.pieces(x.size + n * x.shape[1])
     return record(
-        sum_choices, name, run, x, order.positions, shapes={"N": (n,)}, pieces=pieces, c=n_choices
+        sum_choices, name, x, order.positions, shapes={"N": (n,)}, pieces=pieces, c=n_choices
     )[0]
 
 
@@ -127,16 +110,8 @@ def emit_grouped(name: str, pairs: Sequence[Pair], order: Order) -> Array:
     by_rows = n >= m or (n <= VECTORS and n % pieces == 0)
     sizes = n, m, len(w), int(by_rows), len(pairs), *layouts
     ins = [order.ends, *(array for pair in pairs for array in pair)]
-    program.emit(name, _run_grouped, [y], ins, Native(grouped, sizes, pieces, blas=True))
+    program.emit(name, [y], ins, Native(grouped, sizes, pieces, blas=True))
     return y
-
-
-def _run_grouped(y: Any, ends: Any, *pairs: Any) -> None:
-    """Compute a grouped matmul on NumPy arrays. pairs: x1, w1, x2, w2, ..."""
-    for e, (start, stop) in enumerate(pairwise(ends)):
-        y[start:stop] = pairs[0][start:stop] @ pairs[1][e]
-        for x, w in zip(pairs[2::2], pairs[3::2], strict=True):
-            y[start:stop] += x[start:stop] @ w[e]
 
 
 @native
@@ -179,14 +154,8 @@ def emit_gradient(name: str, x: Array, w: Array, dy: Array, order: Order) -> Arr
     dw = program.fresh((len(w), i, o), np.float32)
     sizes, pieces = (m, i, o, len(w), int(i >= o)), program.pieces(m * i * o // SPEED + dw.size)
     compiled = Native(gradient, sizes, pieces, blas=True)
-    program.emit(name, _run_gradient, [dw], [order.ends, x, dy], compiled)
+    program.emit(name, [dw], [order.ends, x, dy], compiled)
     return dw
-
-
-def _run_gradient(dw: Any, ends: Any, x: Any, dy: Any) -> None:
-    """Compute dw of each expert on NumPy arrays."""
-    for e, (start, stop) in enumerate(pairwise(ends)):
-        dw[e] = x[start:stop].T @ dy[start:stop]
 
 
 @native

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.program import program
-from xformer.backends.numba.program.namespace import contiguous
+from xformer.backends.numba.program.copies import contiguous
 from xformer.backends.numba.program.native import NOTHING, Native, native, numbers, words
+from xformer.backends.numba.program.program import program_of
 from xformer.dispatch import kernel
 from xformer.dispatch.checks import in_range
 
@@ -28,13 +28,12 @@ def _in_range(ids: Any, *, size: int, name: str = "ids") -> bool:
             got = f"got ids from {ids.min()} to {ids.max()}"
             raise ValueError(f"{name} must lie in [0, {size}), {got}")
 
-    recorder, compiled, label = program.of([ids]), None, f"in_range {size}"
-    assert recorder is not None
+    recorder, compiled, label = program_of(ids), None, f"in_range {size}"
     if any(x.name == label and _is_same(x.ins[0], ids) for x in recorder.code):
         return True
     if ids.dtype == np.int64:
         ids, compiled = contiguous(ids), Native(find_range, (*NOTHING, ids.size, size))
-    recorder.emit(label, check, [], [ids], compiled, raises=check)
+    recorder.emit(label, [], [ids], compiled, run=check, raises=check)
     return True
 
 

@@ -9,11 +9,10 @@ import numpy as np
 from xformer import ops
 from xformer.backends.numba.flash_rows import copy
 from xformer.backends.numba.kernels.layout import record, recorded
-from xformer.backends.numba.program import program
 from xformer.backends.numba.program.declared import declared
 from xformer.backends.numba.program.namespace import take
 from xformer.backends.numba.program.native import LINE
-from xformer.backends.numba.program.program import Program
+from xformer.backends.numba.program.program import program_of
 from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch.checks import require_ids, require_shape
@@ -26,9 +25,7 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, NumbaIndexAddCa
     x, out: (V, D), y: (N, D), in float32; ids: (N,) integers in [0, V)
     """
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
-    recorder = program.of([x, y, ids])
-    assert recorder is not None  # `unsupported` has checked this
-    return emit_sums(recorder, "index_add", x.shape, y, ids, x), NumbaIndexAddCache(ids, x.shape)
+    return emit_sums("index_add", x.shape, y, ids, x), NumbaIndexAddCache(ids, x.shape)
 
 
 @short
@@ -45,24 +42,14 @@ class NumbaIndexAddCache(NamedTuple):
 
 
 def emit_sums(
-    recorder: Program,
-    name: str,
-    shape: tuple[int, ...],
-    y: Array,
-    ids: Array,
-    x: Array | None = None,
+    name: str, shape: tuple[int, ...], y: Array, ids: Array, x: Array | None = None
 ) -> Array:
     """Return out (V, D): x, or zeros if x is None, with y (N, D) added at the rows `ids` (N,).
 
     name: of the instruction. shape: (V, D). The caller has checked that ids are in [0, V).
     """
-
-    def run(out: Any, y: Any, ids: Any, x: Any = 0) -> None:
-        out[...] = x
-        np.add.at(out, ids, y)
-
-    pieces, shapes = recorder.pieces(shape[0] * shape[1] + y.size), {"V": shape[:1]}
-    return record(add_rows, name, run, y, ids, x, shapes=shapes, pieces=pieces)[0]
+    pieces = program_of(y, ids, x).pieces(shape[0] * shape[1] + y.size)
+    return record(add_rows, name, y, ids, x, shapes={"V": shape[:1]}, pieces=pieces)[0]
 
 
 @declared("out (V, D) <- y (N, D), ids (N) int64, x? (V, D)", cut="D", unit=LINE)

@@ -12,14 +12,14 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends.numba.compiled import FEW, rowwise
-from xformer.backends.numba.kernels.layout import in_order, order_of, program_of, record, recorded
+from xformer.backends.numba.kernels.layout import in_order, order_of, record, recorded
 from xformer.backends.numba.kernels.norms import GROUP, add, add_to, operands, summed
 from xformer.backends.numba.program.declared import declared
+from xformer.backends.numba.program.program import program_of
 from xformer.backends.numpy import layer_norm as numpys
 from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch.checks import number, require_axis, require_gradient
-from xformer.ops.layer_norm import LayerNormCache as ReferenceCache
 
 FAR = np.float32(numpys.FAR**2)  # mean^2 / variance from which the mean is corrected
 
@@ -51,18 +51,10 @@ def normalise(
     """
     has_b = b is not None
     x, r, w, b = operands(x, r, w, b)
-
-    def run(y: Any, mean: Any, rstd: Any, x: Any, w: Any, b: Any) -> None:
-        y[...], cache = ops.layer_norm.reference(x, w, b, eps=eps)
-        mean[...], rstd[...] = cache.mean, cache.rstd
-
-    def run_sum(y: Any, mean: Any, rstd: Any, s: Any, x: Any, r: Any, w: Any, b: Any) -> None:
-        run(y, mean, rstd, np.add(x, r, out=s), w, b)
-
     if r is None:
-        y, mean, rstd = record(forward, "layer_norm", run, x, w, b, eps=eps)
+        y, mean, rstd = record(forward, "layer_norm", x, w, b, eps=eps)
         return x, y, NumbaLayerNormCache(x, w, mean, rstd, has_b)
-    y, mean, rstd, s = record(add_forward, "add layer_norm", run_sum, x, r, w, b, eps=eps)
+    y, mean, rstd, s = record(add_forward, "add layer_norm", x, r, w, b, eps=eps)
     return s, y, NumbaLayerNormCache(s, w, mean, rstd, has_b)
 
 
@@ -86,16 +78,8 @@ class NumbaLayerNormCache(NamedTuple):
         require_gradient("layer_norm", "dy", dy, x)
         program_of(x, w, dy, ds)  # Unrecorded if one is an array of NumPy
         has_ds, dy = ds is not None, in_order(dy, order_of(x, 1))
-
-        def run(dx: Any, dws: Any, dbs: Any, *ins: Any) -> None:
-            x, w, mean, rstd, dy, ds = ins
-            dx_norm, dw, db = ReferenceCache(x, w, mean, rstd, 0.0, True).backward(dy)
-            dx[...] = dx_norm + ds if has_ds else dx_norm
-            for parts, sums in ((dws, dw), (dbs, db)):
-                parts[0], parts[1:] = sums, 0
-
         ins = x, w, mean, rstd, dy, ds if has_ds else dy
-        dx, dws, dbs = record(backward, "layer_norm backward", run, *ins, has_ds=has_ds)
+        dx, dws, dbs = record(backward, "layer_norm backward", *ins, has_ds=has_ds)
         return dx, summed(dws), summed(dbs) if has_b else None
 
 

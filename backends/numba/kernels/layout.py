@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from xformer.backends.numba.program.copies import contiguous, copied
 from xformer.backends.numba.program.declared import Declared
-from xformer.backends.numba.program.namespace import contiguous, copied
 from xformer.backends.numba.program.native import Native
-from xformer.backends.numba.program.program import InPlace, Program, Run, of
-from xformer.backends.numba.program.traced import Shape, Traced, Unrecorded
+from xformer.backends.numba.program.program import InPlace, Program, of, program_of
+from xformer.backends.numba.program.traced import Shape, Traced
 from xformer.dispatch import Overridable, kernel
 
 INTEGERS = "ids", "targets", "mask"  # options that are arrays of other dtypes than float32
@@ -53,14 +53,6 @@ def unrecordable(*arrays: Traced | None) -> str | None:
     if any(x.dtype != np.float32 for x in present):
         return "only float32"
     return None if any(not x.is_constant for x in present) else "all arrays are constants"
-
-
-def program_of(*arrays: Any) -> Program:
-    """Return the program that records these arrays. Unrecorded if all of them are constants."""
-    program = of(arrays)
-    if program is None:
-        raise Unrecorded("a kernel gets constants only, as of an empty batch")
-    return program
 
 
 def order_of(x: Traced, inner: int = 0) -> Order:
@@ -99,7 +91,6 @@ def _back(ordered: Traced, order: Order) -> Traced:
 def record(
     loops: Declared,
     name: str,
-    run: Run,
     *ins: Traced | None,
     program: Program | None = None,
     shapes: Mapping[str, Shape] | None = None,
@@ -110,7 +101,7 @@ def record(
 ) -> list[Traced]:
     """Record an instruction of a declared kernel, and return its outputs.
 
-    name, run, in_place: as of `Instruction`. ins: None for an optional array that is absent. The
+    name, in_place: as of `Instruction`. ins: None for an optional array that is absent. The
     first axis of a declaration may be several axes, as N of x (B, T, D). Arrays that begin with the
     axis that is cut get the order of the first of them in memory; the others are C-contiguous.
     without: the name of an optional output that is absent.
@@ -156,5 +147,5 @@ def record(
             axes = (*axes, *range(len(axes), len(whole)))
             outs.append(fresh_in(program, axes, whole, np.dtype(declared.dtype)))
     native = Native(loops, loops.numbers(sizes, **scalars), pieces)
-    program.emit(name, run, outs, operands, native, in_place=in_place)
+    program.emit(name, outs, operands, native, in_place=in_place)
     return outs

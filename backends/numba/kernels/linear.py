@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,9 +22,9 @@ from xformer.backends.numba.kernels.gemm import (
     sum_rows,
 )
 from xformer.backends.numba.kernels.layout import record, recorded
-from xformer.backends.numba.program import namespace, program
-from xformer.backends.numba.program.namespace import reshape
-from xformer.backends.numba.program.program import Program
+from xformer.backends.numba.program import namespace
+from xformer.backends.numba.program.copies import reshape
+from xformer.backends.numba.program.program import Program, of, program_of
 from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch.checks import require_gradient
@@ -48,8 +48,7 @@ def emit_linear(
     Return y, what `emit_sums` needs for that instruction (or an empty list), and the cache.
     `linear_many` records the second instructions of several maps one after the other.
     """
-    recorder, rows = program.of([x, w, b]), rows_of(x)
-    assert recorder is not None  # `unsupported` has checked this
+    recorder, rows = program_of(x, w, b), rows_of(x)
     y = recorder.fresh((rows.shape[0], w.shape[1]), np.float32)
     sums = emit_parts("linear", y, [Pair(rows, w)], b)
     cache = NumbaLinearCache(rows if trainable else None, w, b is not None, x.shape)
@@ -77,7 +76,7 @@ class NumbaLinearCache(NamedTuple):
 
     def parameter_gradients(self, dy: Array) -> tuple[Array | None, Array | None]:
         """Return (dw, db). dy: (N, O). dw None: w is not trained; db None: there is no b."""
-        recorder = program.of([self.x, self.w, dy])
+        recorder = of([self.x, self.w, dy])
         if recorder is None:  # x is not saved, and dy is a constant
             return None, namespace.sum(dy, axis=0) if self.has_b else None
         dw = None if self.x is None else weight_gradient(recorder, self.x, self.w, dy)
@@ -88,7 +87,7 @@ def input_gradient(caches: Sequence[NumbaLinearCache], dys: Sequence[Array]) -> 
     """Return dx, the sum of dy w^T over several maps of one x, by one instruction."""
     pairs = [Pair(dy, cache.w.T) for cache, dy in zip(caches, dys, strict=True)]
     shape = dys[0].shape[0], caches[0].w.shape[0]
-    recorder = program.of([x for pair in pairs for x in pair])
+    recorder = of([x for pair in pairs for x in pair])
     if recorder is None:
         dx = functools.reduce(namespace.add, (namespace.matmul(dy, w) for dy, w in pairs))
         return reshape(dx, caches[0].x_shape)
@@ -113,12 +112,8 @@ def weight_gradient(
 
 def column_sums(recorder: Program, dy: Array, initial: Array | None = None) -> Array:
     """Return db = sum of the rows of dy (N, O), in order, + initial (O,)."""
-
-    def run(db: Any, dy: Any, initial: Any = 0) -> None:
-        np.add(np.sum(dy, axis=0), initial, out=db)
-
     pieces = recorder.pieces(dy.size)
-    return record(sum_rows, "linear db", run, dy, initial, program=recorder, pieces=pieces)[0]
+    return record(sum_rows, "linear db", dy, initial, program=recorder, pieces=pieces)[0]
 
 
 def rows_of(x: Array) -> Array:

@@ -23,8 +23,8 @@ from xformer.backends.numba.kernels.losses import (
     tokens_of,
     weighted_sum,
 )
-from xformer.backends.numba.program import namespace, program
-from xformer.backends.numba.program.namespace import contiguous, reshape
+from xformer.backends.numba.program import namespace
+from xformer.backends.numba.program.copies import contiguous, reshape
 from xformer.backends.numba.program.native import (
     Native,
     bits,
@@ -35,7 +35,7 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
-from xformer.backends.numba.program.program import Program
+from xformer.backends.numba.program.program import Program, program_of
 from xformer.backends.numba.program.traced import constant
 from xformer.backends.numba.registers import HIGH
 from xformer.backends.numba.tuning import SPEED
@@ -73,8 +73,7 @@ def linear_cross_entropy(
     The cache is None within `inference()`.
     """
     checked = Options(*loss_options(**options))
-    recorder = program.of([x, w, b, targets])
-    assert recorder is not None  # `unsupported` has checked this
+    recorder = program_of(x, w, b, targets)
     tokens = tokens_of(recorder, w, targets, checked)
     rows = contiguous(rows_of(x))
     if checked.ignore_index is not None:  # a NaN in an ignored row would make dw NaN
@@ -140,22 +139,6 @@ class _Head(NamedTuple):
         recorder, x, w, b, options = self.recorder, self.x[chunk], self.w, self.b, self.options
         (n, d), n_classes = x.shape, w.shape[1]
         dlogits = recorder.fresh((n, n_classes), np.float32)
-
-        def run(
-            losses: Any,
-            dx: Any,
-            dlogits: Any,
-            x: Any,
-            w: Any,
-            targets: Any,
-            weight: Any,
-            b: Any = 0,
-        ) -> None:
-            losses[...], cache = options.reference(x @ w + b, targets)
-            dlogits[...] = cache.backward(np.full_like(losses, weight[0]))
-            if back:
-                np.matmul(dlogits, w.T, out=dx)
-
         layout = matrix_strides(w)
         assert layout is not None  # after `matmul_operand`
         outs = losses[chunk], dx[chunk] if back else dx, dlogits
@@ -165,7 +148,7 @@ class _Head(NamedTuple):
         pieces = recorder.pieces(n * d * n_classes // SPEED)
         constants = *sizes, *map(bits, options.numbers().values())
         compiled = Native(differentiate_linear, constants, pieces, blas=True)
-        recorder.emit("linear loss", run, outs, ins, compiled)
+        recorder.emit("linear loss", outs, ins, compiled)
         return dlogits
 
 

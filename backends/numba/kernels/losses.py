@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer import ops
 from xformer.backends.numba.compiled import LOG2_E, exp2, less, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
 from xformer.backends.numba.kernels.layout import record
+from xformer.backends.numba.program.copies import reshape
 from xformer.backends.numba.program.declared import declared
-from xformer.backends.numba.program.namespace import reshape
 from xformer.backends.numba.program.program import Program
 from xformer.base.typing import Array
 from xformer.dispatch.checks import as_indices
@@ -27,24 +26,13 @@ INDICES = np.iinfo(np.int64)
 
 
 class Options(LossOptions):
-    """The checked options of `cross_entropy`, and what the instructions do with them."""
+    """The checked options of `cross_entropy`, as numbers of an instruction."""
 
     __slots__ = ()
 
     def numbers(self) -> dict[str, Any]:
         """Return label_smoothing and z_loss, as numbers of an instruction."""
         return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
-
-    def reference(self, logits: Any, targets: Any) -> Any:
-        """Return the losses of all tokens and their cache, computed by the op's reference."""
-        return ops.cross_entropy.reference(
-            logits,
-            targets=targets,
-            ignore_index=IGNORED,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            reduction="none",
-        )
 
 
 class Tokens(NamedTuple):
@@ -65,28 +53,18 @@ def tokens_of(program: Program, logits: Array, targets: Array, options: Options)
     if ignored is not None and not INDICES.min <= ignored <= INDICES.max:
         ignored = None
     n_classes, is_mean = logits.shape[-1], options.reduction == "mean"
-
-    def run(copy: Any, weight: Any, ids: Any) -> None:
-        outside = (ids < 0) | (ids >= n_classes)
-        copy[...] = np.where(outside if ignored is None else outside | (ids == ignored), -1, ids)
-        weight[0] = 1 / max((copy >= 0).sum(), 1) if is_mean else 1
-
     numbers: Any = {
         "n_classes": n_classes,
         "ignores": ignored is not None,
         "ignored": ignored or 0,
         "is_mean": is_mean,
     }
-    return Tokens(*record(copy_targets, "targets", run, ids, program=program, pieces=1, **numbers))
+    return Tokens(*record(copy_targets, "targets", ids, program=program, pieces=1, **numbers))
 
 
 def weighted_sum(losses: Array, weight: Array) -> Array:
     """Return weight * sum(losses), (). losses: (N,)   weight: (1,)"""
-
-    def run(loss: Any, losses: Any, weight: Any) -> None:
-        loss[...] = np.sum(losses, dtype=np.float64) * weight[0]
-
-    return record(sum_losses, "loss", run, losses, weight)[0]
+    return record(sum_losses, "loss", losses, weight)[0]
 
 
 @declared("targets (N) int64, weight (1) <- ids (N) int64")

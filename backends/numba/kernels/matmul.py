@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels.gemm import Pair, emit_products, matrix_strides, product
-from xformer.backends.numba.program.namespace import contiguous, reshape
+from xformer.backends.numba.program.copies import contiguous, reshape
 from xformer.backends.numba.program.native import LINE, Native, native, numbers, part, words
 from xformer.backends.numba.tuning import SPEED
 from xformer.base.typing import Array
@@ -32,7 +31,7 @@ def emit_matmul(y: Array, x: Array, w: Array) -> bool:
     cut = BATCH if size >= pieces else ROWS if n >= m else COLUMNS
     layouts = (stride for a in (x, w) for stride in (a.strides[0], *(matrix_strides(a[0]) or ())))
     compiled = Native(batched, (size, n, m, k, cut, *layouts), pieces, blas=True)
-    y.program.emit("matmul", _run, [y], [x, w], compiled)
+    y.program.emit("matmul", [y], [x, w], compiled)
     return True
 
 
@@ -41,11 +40,6 @@ def _batch(x: Array, lead: list[int], size: int) -> Array:
     whole = x.view(np.broadcast_to(x.layout, (*lead, *x.shape[-2:])))
     x = reshape(whole, (size, *x.shape[-2:]))
     return x if matrix_strides(x[0]) else contiguous(x)
-
-
-def _run(y: Any, x: Any, w: Any) -> None:
-    """Compute a batch of matmuls on NumPy arrays. x: (B, N, K)   w: (B, K, M)"""
-    np.matmul(x, w, out=y.reshape(len(x), *y.shape[-2:]))
 
 
 @native

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba.compiled import FEW, elementwise
-from xformer.backends.numba.kernels.layout import dense, in_order, order_of, program_of
+from xformer.backends.numba.kernels.layout import dense, in_order, order_of
 from xformer.backends.numba.program import namespace
+from xformer.backends.numba.program.copies import contiguous
+from xformer.backends.numba.program.program import program_of
 from xformer.backends.numba.program.traced import Traced, constant
 
 GROUP = FEW  # rows that all steps of a kernel process before the next rows: they stay in the cache
@@ -23,8 +25,8 @@ def operands(x: Traced, r: Traced | None, w: Traced | None, b: Traced | None) ->
     width = x.shape[-1]
     x = dense(x, 1)
     r = None if r is None else in_order(r, order_of(x, 1))
-    w = constant(np.ones(width, np.float32)) if w is None else namespace.contiguous(w)
-    b = constant(np.zeros(width, np.float32)) if b is None else namespace.contiguous(b)
+    w = constant(np.ones(width, np.float32)) if w is None else contiguous(w)
+    b = constant(np.zeros(width, np.float32)) if b is None else contiguous(b)
     return x, r, w, b
 
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends.numba.compiled import FEW, rowwise
-from xformer.backends.numba.kernels.layout import in_order, order_of, program_of, record, recorded
+from xformer.backends.numba.kernels.layout import in_order, order_of, record, recorded
 from xformer.backends.numba.kernels.norms import GROUP, add, add_to, operands, summed
 from xformer.backends.numba.program.declared import declared
+from xformer.backends.numba.program.program import program_of
 from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch.checks import number, require_axis, require_gradient
-from xformer.ops.rms_norm import RmsNormCache as ReferenceCache
 
 
 def _refuses(x: Array, w: Array | None = None, *, offset: float = 0.0, **_: Any) -> str | None:
@@ -46,19 +46,11 @@ def normalise(
     """
     has_w = w is not None
     x, r, w, _ = operands(x, r, w, None)
-
-    def run(y: Any, rstd: Any, x: Any, w: Any) -> None:
-        y[...], cache = ops.rms_norm.reference(x, w, eps=eps, offset=offset)
-        rstd[...] = cache.rstd
-
-    def run_sum(y: Any, rstd: Any, s: Any, x: Any, r: Any, w: Any) -> None:
-        run(y, rstd, np.add(x, r, out=s), w)
-
     numbers: Any = {"eps": eps, "offset": offset}
     if r is None:
-        y, rstd = record(forward, "rms_norm", run, x, w, **numbers)
+        y, rstd = record(forward, "rms_norm", x, w, **numbers)
         return x, y, NumbaRmsNormCache(x, w, rstd, offset, has_w)
-    y, rstd, s = record(add_forward, "add rms_norm", run_sum, x, r, w, **numbers)
+    y, rstd, s = record(add_forward, "add rms_norm", x, r, w, **numbers)
     return s, y, NumbaRmsNormCache(s, w, rstd, offset, has_w)
 
 
@@ -82,15 +74,9 @@ class NumbaRmsNormCache(NamedTuple):
         require_gradient("rms_norm", "dy", dy, x)
         program_of(x, w, dy, ds)  # Unrecorded if one is an array of NumPy
         has_ds, dy = ds is not None, in_order(dy, order_of(x, 1))
-
-        def run(dx: Any, dws: Any, x: Any, w: Any, rstd: Any, dy: Any, ds: Any) -> None:
-            dx_norm, dw = ReferenceCache(x, w, rstd, offset).backward(dy)
-            dx[...] = dx_norm + ds if has_ds else dx_norm
-            dws[0], dws[1:] = dw, 0
-
         numbers: Any = {"offset": offset, "has_ds": has_ds}
         ins = x, w, rstd, dy, ds if has_ds else dy
-        dx, dws = record(backward, "rms_norm backward", run, *ins, **numbers)
+        dx, dws = record(backward, "rms_norm backward", *ins, **numbers)
         return dx, summed(dws) if has_w else None
 
 

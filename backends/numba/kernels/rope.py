@@ -11,15 +11,14 @@ from xformer.backends.numba.compiled import elementwise
 from xformer.backends.numba.kernels.layout import (
     fresh_in,
     order_of,
-    program_of,
     recorded,
 )
-from xformer.backends.numba.program.namespace import contiguous
+from xformer.backends.numba.program.copies import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
+from xformer.backends.numba.program.program import program_of
 from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch.checks import require_gradient
-from xformer.ops.rope import RopeCache as ReferenceCache
 from xformer.ops.rope import require_tables
 
 FLOAT = 4  # bytes
@@ -71,16 +70,9 @@ def _emit_rotation(
     table = cos.layout if cos.ndim == 2 else cos.layout[:, None]
     table_strides = np.broadcast_to(table, (*x.shape[:3], half)).strides  # 0 along heads
     outer = [(x.shape[i], x.strides[i], table_strides[i]) for i in order[:3]]
-
-    def run(y: Any, x: Any, cos: Any, sin: Any) -> None:
-        if back:
-            y[...] = ReferenceCache(cos, sin, interleaved, x.shape).backward(x)
-        else:
-            y[...] = ops.rope.reference(x, cos=cos, sin=sin, interleaved=interleaved)[0]
-
     numbers = (*np.transpose(outer).ravel().tolist(), x.shape[3], half, interleaved, back)
     compiled = Native(rotate, numbers, program.pieces(x.size))
-    program.emit(name, run, [y], [x, cos, sin], compiled)
+    program.emit(name, [y], [x, cos, sin], compiled)
     return y
 
 

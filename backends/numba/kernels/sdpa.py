@@ -9,8 +9,6 @@ sdpa_row_loops.py   loops over a row of scores, for sdpa_general
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +17,10 @@ from xformer import ops
 from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels import sdpa_flash, sdpa_general, sdpa_one_query
 from xformer.backends.numba.kernels.layout import recorded
-from xformer.backends.numba.kernels.sdpa_operands import N_INS, Attention, Operands, swap_heads
-from xformer.backends.numba.program.namespace import contiguous
+from xformer.backends.numba.kernels.sdpa_operands import Attention, Operands, swap_heads
+from xformer.backends.numba.program.copies import contiguous
 from xformer.backends.numba.program.native import Kernel, Native
-from xformer.backends.numba.program.program import Program, of
+from xformer.backends.numba.program.program import Program, program_of
 from xformer.backends.numba.program.traced import Traced
 from xformer.backends.numba.tuning import HEADS, WORTH
 from xformer.backends.numpy.tiles import FEW
@@ -77,20 +75,13 @@ def _attend(
     bias_shape: the shape of the op's bias, None without bias.
     """
     (b, t, h), g, m = operands.q.shape[:3], operands.k.shape[2], operands.v.shape[3]
-    program, by_flash = _program_of(operands), _uses_flash(attention, operands)
+    program, by_flash = program_of(*operands), _uses_flash(attention, operands)
     ctx = program.fresh((b, t, h, m), np.float32)
     shift, exp_sum = program.fresh((b, h, t), np.float32), program.fresh((b, h, t), np.float32)
-
-    def run(ctx: Any, shift: Any, exp_sum: Any, *ins: Any) -> None:
-        np.copyto(ctx, swap_heads(attention.reference(*ins)[0]))
-        attention.statistics(shift, exp_sum, *ins)
-        if by_flash:  # its scores are times log2(e)
-            np.multiply(shift, math.log2(math.e), out=shift)
-
     loops = sdpa_flash.forward if by_flash else sdpa_general.forward
     n_units = b * g if by_flash else b * h * -(-t // attention.tile_rows(operands))
     compiled = _as_native(program, loops, attention.numbers(operands), n_units, operands)
-    program.emit("sdpa", run, [ctx, shift, exp_sum], operands, compiled)
+    program.emit("sdpa", [ctx, shift, exp_sum], operands, compiled)
     return NumbaSdpaCache(attention, operands, ctx, shift, exp_sum, by_flash, bias_shape)
 
 
@@ -100,41 +91,29 @@ def _attend_one_query(attention: Attention, operands: Operands) -> Traced:
     A backward reads ctx and the largest scores of `_attend`, since this kernel rounds scores
     differently. A program without a backward drops the instruction of `_attend`.
     """
-    (b, _, h), m, program = operands.q.shape[:3], operands.v.shape[3], _program_of(operands)
+    (b, _, h), m, program = operands.q.shape[:3], operands.v.shape[3], program_of(*operands)
     ctx = program.fresh((b, 1, h, m), np.float32)
-
-    def run(ctx: Any, *ins: Any) -> None:
-        np.copyto(ctx, swap_heads(attention.reference(*ins)[0]))
-
     numbers = attention.numbers(operands)
     compiled = _as_native(program, sdpa_one_query.forward, numbers, b * h, operands)
-    program.emit("sdpa one query", run, [ctx], operands, compiled)
+    program.emit("sdpa one query", [ctx], operands, compiled)
     return ctx
 
 
-def _has_cap_or_dropout(attention: Attention) -> bool:
-    """Return whether the call has a softcap or dropout."""
-    return attention.softcap is not None or attention.dropout_rate > 0
+def _changes_scores(attention: Attention, operands: Operands) -> bool:
+    """Return whether the call has a softcap, dropout or a bias, which `sdpa_general` alone has."""
+    return attention.softcap is not None or attention.dropout_rate > 0 or operands.has_bias
 
 
 def _is_one_query(attention: Attention, operands: Operands) -> bool:
     """Return whether `sdpa_one_query` can compute the call."""
-    has_other_options = _has_cap_or_dropout(attention) or operands.has_bias
-    return operands.q.shape[1] == 1 and not has_other_options
+    return operands.q.shape[1] == 1 and not _changes_scores(attention, operands)
 
 
 def _uses_flash(attention: Attention, operands: Operands) -> bool:
     """Return whether `sdpa_flash` has all options of the call, and enough queries to be faster."""
-    has_other_options = _has_cap_or_dropout(attention) or operands.has_bias or operands.has_sinks
     masks_keys = not operands.has_mask or operands.mask.shape[1:3] == (1, 1)
+    has_other_options = _changes_scores(attention, operands) or operands.has_sinks
     return operands.q.shape[1] >= FEW and masks_keys and not has_other_options
-
-
-def _program_of(operands: Sequence[Any]) -> Program:
-    """Return the program that records the operands; at least one must not be a constant."""
-    program = of(operands)
-    assert program is not None
-    return program
 
 
 def _as_native(
@@ -172,41 +151,30 @@ class NumbaSdpaCache(NamedTuple):
         attention, operands, ins = self.attention, self.operands, self._ins(dctx)
         b, h, g = operands.q.shape[0], operands.q.shape[2], operands.k.shape[2]
         loops = sdpa_flash.backward if self.by_flash else sdpa_general.backward
-        dq, dk, dv = self._emit("backward", loops, (0, 1, 2), operands[:3], b * g, ins)
+        dq, dk, dv = self._emit("backward", loops, operands[:3], b * g, ins)
         dbias = dsinks = None
         if operands.has_bias:
             n_units = sdpa_general.bias_units(operands.bias.shape, attention.tile_rows(operands))
             loops = sdpa_general.bias_gradient
-            (dbias,) = self._emit("dbias", loops, (3,), [operands.bias], n_units, ins)
+            (dbias,) = self._emit("dbias", loops, [operands.bias], n_units, ins)
             dbias = dbias.view(dbias.layout.reshape(self.bias_shape))
         if operands.has_sinks:
             loops = sdpa_general.sink_gradient
-            (dsinks,) = self._emit("dsinks", loops, (4,), [operands.sinks], h, ins)
+            (dsinks,) = self._emit("dsinks", loops, [operands.sinks], h, ins)
         return swap_heads(dq), swap_heads(dk), swap_heads(dv), dbias, dsinks
 
     def _ins(self, dctx: Traced) -> tuple[Traced, ...]:
         """Return the inputs of all backward instructions: `Operands`, ctx, shift, exp_sum, dctx."""
         return *self.operands, self.ctx, self.shift, self.exp_sum, contiguous(swap_heads(dctx))
 
-    def _emit(
-        self, name: str, loops: Kernel, which: Any, like: Any, n_units: int, ins: Any
-    ) -> list[Traced]:
-        """Record an instruction that computes some gradients, and return them.
+    def _emit(self, name: str, loops: Kernel, like: Any, n_units: int, ins: Any) -> list[Traced]:
+        """Record an instruction that computes the gradients of some operands, and return them.
 
-        which: their indices in (q, k, v, bias, sinks). like: these operands, for their shapes.
-        n_units: as of `_as_native`. ins: from `_ins`.
+        like: these operands. n_units: as of `_as_native`. ins: from `_ins`.
         """
-        program, attention = _program_of(ins), self.attention
+        program = program_of(*ins)
         outs = [program.fresh(x.shape, x.dtype) for x in like]
-
-        def run(*arrays: Any) -> None:
-            *ins, dctx = arrays[len(outs) :]
-            grads = attention.reference(*ins[:N_INS])[1].backward(swap_heads(dctx))
-            for i, out in zip(which, arrays, strict=False):
-                grad = swap_heads(grads[i]) if i < 3 else grads[i].reshape(out.shape)
-                np.copyto(out, grad)
-
-        numbers = attention.numbers(self.operands)
+        numbers = self.attention.numbers(self.operands)
         compiled = _as_native(program, loops, numbers, n_units, self.operands)
-        program.emit(f"sdpa {name}", run, outs, ins, compiled)
+        program.emit(f"sdpa {name}", outs, ins, compiled)
         return outs

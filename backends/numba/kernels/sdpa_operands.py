@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer import ops
 from xformer.backends.numba import tile
 from xformer.backends.numba.atomic import strided_floats
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.flash import FAR, tile_of
-from xformer.backends.numba.program.namespace import astype, copied
+from xformer.backends.numba.program.copies import astype, copied
 from xformer.backends.numba.program.native import (
     SCRATCH,
     SGEMM,
@@ -27,7 +26,7 @@ from xformer.backends.numba.program.native import (
 )
 from xformer.backends.numba.program.traced import Traced, constant
 from xformer.base.typing import Array
-from xformer.ops._attention import SdpaOptions, fold, forbid, unfold
+from xformer.ops._attention import SdpaOptions
 from xformer.ops.random_bits import MASK, RandomKey
 
 SCORES = 1 << 14  # scores of a tile of whole rows: two tiles and their keys fit in an L2 cache
@@ -166,50 +165,6 @@ class Attention(SdpaOptions):
         """Return the number of query rows whose scores `sdpa_general` computes at a time."""
         t, s = operands.q.shape[1], operands.k.shape[1]
         return min(t, max(ROWS[0], min(ROWS[1], SCORES // s)))
-
-    def reference(self, q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, step: Any) -> Any:
-        """Return (ctx, cache) of the op's reference. The operands are NumPy arrays (`Operands`)."""
-        return ops.sdpa.reference(
-            *(swap_heads(x) for x in (q, k, v)),
-            *(None if is_absent(x) else x for x in (bias, sinks)),
-            mask=None if is_absent(mask) else mask,
-            causal=self.causal,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            dropout_rate=self.dropout_rate,
-            dropout_key=self.dropout_key and self.dropout_key._replace(step=int(step)),
-        )
-
-    def statistics(
-        self,
-        shift: Any,
-        exp_sum: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        bias: Any,
-        sinks: Any,
-        mask: Any,
-        _: Any,
-    ) -> None:
-        """Write the largest score of each row, and the sum of exp(score - largest), to (B, H, T).
-
-        A row without a key gets 0 and 1. The operands are NumPy arrays (`Operands`).
-        """
-        q, k = swap_heads(q), swap_heads(k)
-        scores = unfold(fold(q, k) @ k.mT, q) * np.float32(self.scale)
-        if self.softcap is not None:
-            scores = self.softcap * np.tanh(scores / self.softcap)
-        scores = scores if is_absent(bias) else scores + bias
-        scores = forbid(scores, None if is_absent(mask) else mask, self.causal, self.window)
-        if not is_absent(sinks):
-            sink = np.broadcast_to(sinks[:, None, None], (*q.shape[:3], 1))
-            scores = np.concat([scores, sink], axis=3)
-        highest = scores.max(axis=3)
-        np.copyto(shift, np.where(highest == -np.inf, 0, highest))
-        sums = np.exp(scores - shift[..., None]).sum(axis=3)
-        np.copyto(exp_sum, np.where(sums == 0, 1, sums))
 
 
 def _strides(x: Traced) -> list[int]:

@@ -3,7 +3,9 @@
 compiled.py     compile functions of trees of arrays: one program for each kind of arguments
 run.py          record a function of arrays, and run it
 traced.py       arrays without values, with which the function is called to record it
+copies.py       copies, casts and reshaped views of these arrays
 namespace.py    the array API on these arrays; kernels of ops are in `backends/numba/kernels`
+operators.py    operators of these arrays
 elementwise.py, typed.py, reduce.py, indexed.py   kernels of functions of the array API
 formulas.py     formulas of elementwise functions, and loops that compute them
 strided.py      loops over strided arrays for these kernels

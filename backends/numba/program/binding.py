@@ -167,6 +167,7 @@ def _run_python(group: Sequence[Instruction], memory: Memory) -> None:
     with np.errstate(all="ignore"):
         for instruction in group:
             operands = *instruction.outs, *instruction.ins
+            assert instruction.run is not None
             instruction.run(*(array_of(x, memory) for x in operands))
 
 

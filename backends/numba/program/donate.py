@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.program import namespace
+from xformer.backends.numba.program.copies import copy_to
 from xformer.backends.numba.program.program import Instruction, Program
 from xformer.backends.numba.program.traced import Buffer, Traced
 
@@ -55,7 +55,7 @@ def written_over(
     code = [_with_operands(instruction, replaced) for instruction in code]
     copies = Program()
     for result, donated in copied:
-        namespace.copy_to(copies, donated, result)
+        copy_to(copies, donated, result)
     return [*code, *copies.code]
 
 

@@ -13,8 +13,17 @@ from typing import Any
 import array_api_compat.numpy
 import numpy as np
 
-from xformer.backends.numba.program import elementwise, indexed, reduce, typed
-from xformer.backends.numba.program.program import Program, Run, of, require_no_array
+from xformer.backends.numba.kernels.matmul import emit_matmul
+from xformer.backends.numba.program import indexed, reduce, typed
+from xformer.backends.numba.program.copies import (
+    as_array,
+    astype,
+    contiguous,
+    copy_to,
+    emit_elementwise,
+    reshape,
+)
+from xformer.backends.numba.program.program import of, program_of, require_no_array
 from xformer.backends.numba.program.traced import (
     Traced,
     TracedNumber,
@@ -101,22 +110,11 @@ def _elementwise(name: str) -> Callable[..., Traced]:
             cast = _numbers_cast(arrays)
             dtype = fn(*map(_dummy, cast)).dtype
         out = program.fresh(np.broadcast_shapes(*map(np.shape, cast)), dtype)
-        _emit(program, name, run, out, cast)
+        emit_elementwise(program, name, run, out, cast)
         return out
 
     recorded.__name__ = name
     return recorded
-
-
-def _emit(program: Program, name: str, run: Run, out: Traced, ins: Sequence[Any]) -> None:
-    """Record an elementwise instruction, with its kernel if there is one."""
-    if name == "pow" and out.dtype.kind == "f":
-        ins = [astype(x, out.dtype) if isinstance(x, Traced) else x for x in ins]
-    ins = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
-    with_arrays = elementwise.find_native(program, name, out, ins)
-    with_arrays = with_arrays or typed.find_native(program, name, out, ins)
-    native, arrays = with_arrays or (None, ins)
-    program.emit(name, run, [out], arrays, native, in_place=[range(len(arrays))])
 
 
 def _reducing(name: str) -> Callable[..., Traced]:
@@ -150,7 +148,7 @@ def _reducing(name: str) -> Callable[..., Traced]:
         def run(out: Any, x: Any) -> None:
             out[...] = fn(x, **options).reshape(out.shape)
 
-        program.emit(label, run, [out], [x], native)
+        program.emit(label, [out], [x], native, run=run)
         return out
 
     recorded.__name__ = name
@@ -178,7 +176,7 @@ def _called(name: str) -> Callable[..., Traced]:
             return constant(call(*_layouts(arrays)))
         like = call(*(np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays))
         out = program.fresh(like.shape, like.dtype)
-        program.emit(name, lambda out, *values: np.copyto(out, call(*values)), [out], arrays)
+        program.emit(name, [out], arrays, run=lambda out, *values: np.copyto(out, call(*values)))
         return out
 
     recorded.__name__ = name
@@ -204,7 +202,7 @@ def _known(name: str) -> Any:
     return lambda *arguments, **options: constant(value(*arguments, **options))
 
 
-_argsort, _take_along_axis = _called("argsort"), _called("take_along_axis")
+_argsort, _take, _take_along_axis = map(_called, ("argsort", "take", "take_along_axis"))
 _cumulative_sum, _broadcast_to = _called("cumulative_sum"), _view("broadcast_to")
 _pow, _square = _elementwise("pow"), _elementwise("square")
 for _names, _make in (
@@ -228,55 +226,7 @@ def asarray(values: Any, /, *, dtype: Any = None, device: Any = None, copy: Any 
     if not isinstance(values, Traced):
         require_no_array([values])
         return constant(xp.asarray(values, dtype=dtype))
-    return _array(values) if dtype is None else astype(values, dtype)
-
-
-def _array(x: Traced) -> Traced:
-    """Return x, a number as an array (), whose dtype counts."""
-    return x.view(x.layout) if type(x) is TracedNumber else x
-
-
-def astype(x: Traced, dtype: Any, /, *, copy: bool = True, device: Any = None) -> Traced:
-    """Return x cast to another dtype; x itself if it has that dtype."""
-    if x.dtype == dtype:
-        return _array(x)
-    if x.is_constant:
-        return constant(xp.astype(x.layout, dtype))
-    program = _program(x)
-    out = program.fresh(x.shape, dtype)
-    _emit(program, "astype", _copy, out, [x])
-    return out
-
-
-def copied(x: Traced) -> Traced:
-    """Return a C-contiguous copy of x."""
-    if x.is_constant:
-        return constant(np.array(x.layout, order="C"))
-    program = _program(x)
-    out = program.fresh(x.shape, x.dtype)
-    _emit(program, "copy", _copy, out, [x])
-    return out
-
-
-def copy_to(program: Program, out: Traced, x: Traced) -> None:
-    """Record a copy of x into `out`, which has the same shape."""
-    _emit(program, "copy", _copy, out, [x])
-
-
-def contiguous(x: Traced) -> Traced:
-    """Return x itself if it is C-contiguous, else a C-contiguous copy."""
-    return x if x.layout.flags.c_contiguous else copied(x)
-
-
-def _copy(out: Any, x: Any) -> None:
-    """Copy a NumPy array to another one, which may have another dtype."""
-    np.copyto(out, x, casting="unsafe")
-
-
-def _program(x: Traced) -> Program:
-    """Return the program of an array that is not a constant."""
-    assert x.program is not None
-    return x.program
+    return as_array(values) if dtype is None else astype(values, dtype)
 
 
 def where(condition: Any, x1: Any, x2: Any, /) -> Traced:
@@ -293,24 +243,8 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Traced:
 
     ins = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in (condition, x1, x2)]
     native, arrays = typed.native_where(program, out, ins) or (None, ins)
-    program.emit("where", run, [out], arrays, native, in_place=[range(3)])
+    program.emit("where", [out], arrays, native, run=run, in_place=[range(3)])
     return out
-
-
-def reshape(x: Traced, /, shape: Any, *, copy: bool | None = None) -> Traced:
-    """Return a view of x in another shape if strides allow it, else a reshaped copy.
-
-    copy: False raises ValueError instead of copying; True may return a view, as nothing writes to x
-    """
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    if x.is_constant:
-        return constant(x.layout.reshape(shape))
-    try:
-        return x.view(np.reshape(x.layout, shape, copy=False))
-    except ValueError:
-        if copy is False or x.layout.flags.c_contiguous:  # then the shape is wrong
-            raise
-    return reshape(copied(x), shape)
 
 
 def concat(arrays: Sequence[Traced], /, *, axis: int | None = 0) -> Traced:
@@ -328,7 +262,7 @@ def concat(arrays: Sequence[Traced], /, *, axis: int | None = 0) -> Traced:
     for x in arrays:
         begin, end = end, end + x.shape[axis]
         key = (builtins.slice(None),) * (axis % out.ndim) + (builtins.slice(begin, end),)
-        _emit(program, "copy", _copy, out[key], [x])
+        copy_to(program, out[key], x)
     return out
 
 
@@ -350,10 +284,8 @@ def matmul(x1: Traced, x2: Traced, /) -> Traced:
     lead = np.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
     shape = (*lead, x1.shape[-2], x2.shape[-1])
     out = program.fresh(shape, np.result_type(x1.dtype, x2.dtype))
-    from xformer.backends.numba.kernels.matmul import emit_matmul  # it imports this module
-
     if not emit_matmul(out, x1, x2):
-        program.emit("matmul", lambda out, a, b: np.matmul(a, b, out=out), [out], [x1, x2])
+        program.emit("matmul", [out], [x1, x2], run=lambda out, a, b: np.matmul(a, b, out=out))
     return out
 
 
@@ -366,14 +298,11 @@ def take(x: Traced, ids: Traced, /, *, axis: int | None = None) -> Traced:
         return constant(xp.take(x.layout, ids.layout, axis=axis))
     at = axis % x.ndim
     out = program.fresh((*x.shape[:at], *ids.shape, *x.shape[at + 1 :]), x.dtype)
-    if native := indexed.native_take(program, out, x, ids, at):
-        x, ids = contiguous(x), contiguous(ids)
-
-    def run(out: Any, x: Any, ids: Any) -> None:
-        np.copyto(out, xp.take(x, ids, axis=at))
-
-    raises = indexed.out_of_range(x.shape[at], at) if native else None
-    program.emit("take", run, [out], [x, ids], native, raises=raises)
+    native = indexed.native_take(program, out, x, ids, at)
+    if native is None:
+        return _take(x, ids, axis=at)
+    ins, raises = [contiguous(x), contiguous(ids)], indexed.out_of_range(x.shape[at], at)
+    program.emit("take", [out], ins, native, raises=raises)
     return out
 
 
@@ -386,12 +315,8 @@ def take_along_axis(x: Traced, ids: Traced, /, *, axis: int = -1) -> Traced:
     native = indexed.native_take_along(program, out, x, ids)
     if native is None:
         return _take_along_axis(x, ids, axis=axis)
-
-    def run(out: Any, x: Any, ids: Any) -> None:
-        np.copyto(out, xp.take_along_axis(x, ids, axis=-1))
-
     ins, raises = [contiguous(x), contiguous(ids)], indexed.out_of_range(x.shape[-1], x.ndim - 1)
-    program.emit("take_along_axis", run, [out], ins, native, raises=raises)
+    program.emit("take_along_axis", [out], ins, native, raises=raises)
     return out
 
 
@@ -402,15 +327,11 @@ def argsort(
     options = {"axis": axis, "descending": descending, "stable": stable}
     native = None
     if not x.is_constant and axis % x.ndim == x.ndim - 1:
-        native = indexed.native_argsort(_program(x), x, descending=descending)
+        native = indexed.native_argsort(program_of(x), x, descending=descending)
     if native is None:
         return _argsort(x, **options)
-
-    def run(out: Any, x: Any) -> None:
-        np.copyto(out, xp.argsort(x, **options))
-
-    out = _program(x).fresh(x.shape, np.int64)
-    _program(x).emit("argsort", run, [out], [contiguous(x)], native)
+    out = program_of(x).fresh(x.shape, np.int64)
+    program_of(x).emit("argsort", [out], [contiguous(x)], native)
     return out
 
 
@@ -418,15 +339,11 @@ def cumulative_sum(x: Traced, /, *, axis: int | None = None, **options: Any) -> 
     """Return cumulative sums along an axis."""
     native, at = None, 0 if axis is None else axis % x.ndim
     if not x.is_constant and not options and (axis is not None or x.ndim == 1):
-        out = _program(x).fresh(x.shape, xp.cumulative_sum(_dummy(x), axis=at).dtype)
-        native = indexed.native_cumulative_sum(_program(x), out, x, at)
+        out = program_of(x).fresh(x.shape, xp.cumulative_sum(_dummy(x), axis=at).dtype)
+        native = indexed.native_cumulative_sum(program_of(x), out, x, at)
     if native is None:
         return _cumulative_sum(x, axis=axis, **options)
-
-    def run(out: Any, x: Any) -> None:
-        np.copyto(out, xp.cumulative_sum(x, axis=at))
-
-    _program(x).emit("cumulative_sum", run, [out], [contiguous(x)], native)
+    program_of(x).emit("cumulative_sum", [out], [contiguous(x)], native)
     return out
 
 

@@ -26,21 +26,22 @@ InPlace = Sequence[Sequence[int]]
 
 
 class Instruction(NamedTuple):
-    """An operation on arrays: run(*outs, *ins) computes outs on NumPy arrays.
+    """An operation on arrays, in compiled code by `native`, or else as Python by `run`.
 
-    `native` computes the same in compiled code; all ins are then arrays. Neither of the two reads
-    the old values of outs, or writes to ins.
+    native: all ins are then arrays.
+    run: run(*outs, *ins) computes outs on NumPy arrays. None if there is always a `native`.
+    Neither of the two reads the old values of outs, or writes to ins.
     in_place: for each out, the indices of ins whose memory it may reuse: to compute an element of
     the out, an instruction reads only the same element of these ins.
     raises: of an instruction that checks values, which is always run. It is called with the least
-        and the largest value if a native check has failed. Without outs it only checks: `run`.
+        and the largest value if a native check has failed. Without outs it only checks.
     """
 
     name: str
-    run: Run
     outs: tuple[Traced, ...]
     ins: tuple[Operand, ...]
     native: Native | None = None
+    run: Run | None = None
     in_place: InPlace = ()
     raises: Callable[[Any], None] | None = None
 
@@ -86,17 +87,17 @@ class Program:
     def emit(
         self,
         name: str,
-        run: Run,
         outs: Sequence[Traced],
         ins: Sequence[Operand],
         native: Native | None = None,
         *,
+        run: Run | None = None,
         in_place: InPlace = (),
         raises: Callable[[Any], None] | None = None,
     ) -> None:
         """Append an instruction (arguments as of `Instruction`), with constants as NumPy arrays."""
         ins = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
-        self.code.append(Instruction(name, run, tuple(outs), tuple(ins), native, in_place, raises))
+        self.code.append(Instruction(name, tuple(outs), tuple(ins), native, run, in_place, raises))
 
     def pieces(self, size: int) -> int:
         """Return the number of pieces of an instruction of `size` elements: `threads` or 1.
@@ -136,6 +137,14 @@ def of(operands: Sequence[Operand]) -> Program | None:
             "an operation has arrays of two programs: one array is from another recording"
         )
     return next(iter(programs), None)
+
+
+def program_of(*operands: Operand) -> Program:
+    """Return the program as `of`. Unrecorded if all operands are constants."""
+    program = of(operands)
+    if program is None:
+        raise Unrecorded("a kernel gets constants only, as of an empty batch")
+    return program
 
 
 def require_no_array(operands: Sequence[Operand]) -> None:

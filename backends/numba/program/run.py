@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba import tile
-from xformer.backends.numba.program import namespace
+from xformer.backends.numba.program import operators  # noqa: F401  of `Traced` arrays
 from xformer.backends.numba.program.binding import (
     Code,
     Layout,
@@ -20,6 +20,7 @@ from xformer.backends.numba.program.binding import (
     far_to_near,
     layout_of,
 )
+from xformer.backends.numba.program.copies import copied
 from xformer.backends.numba.program.donate import are_alike, placed_in, require_apart, written_over
 from xformer.backends.numba.program.plan import plan
 from xformer.backends.numba.program.program import Instruction, Program
@@ -186,7 +187,7 @@ def _separate(program: Program, results: Sequence[Any], donated: Sequence[Traced
         candidate = donated_by_buffer.pop(x.buffer, None)
         is_donated = candidate is not None and x.offset == 0 and are_alike(x, candidate)
         if not x.is_constant and not is_donated and (x.buffer in used or not _fills_buffer(x)):
-            x = namespace.copied(x)
+            x = copied(x)
         used.add(x.buffer)
         separate.append(x)
     return separate

@@ -1,4 +1,7 @@
-"""Arrays without values: operations on them are recorded as instructions of a program."""
+"""Arrays without values: operations on them are recorded as instructions of a program.
+
+`operators` adds the operators, which are functions of `namespace`.
+"""
 
 from __future__ import annotations
 
@@ -85,11 +88,6 @@ class Traced:
     def device(self) -> str:
         return "cpu"
 
-    def __array_namespace__(self, api_version: str | None = None) -> Any:
-        from xformer.backends.numba.program import namespace
-
-        return namespace
-
     def view(self, layout: Any) -> Traced:
         """Return a view of the same memory. layout: a view of `self.layout`."""
         return Traced(self.program, self.buffer, layout, self.base)
@@ -125,7 +123,7 @@ class Traced:
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """What `isinstance` asks: outside of xformer, the type that the function itself gets."""
-        if _is_of_xformer(sys._getframe(1)):
+        if is_of_xformer(sys._getframe(1)):
             return Traced
         if self.shape:
             return np.ndarray
@@ -201,7 +199,7 @@ def constant(values: Any) -> Traced:
     return Traced(None, None, layout, address(layout))
 
 
-def _is_of_xformer(frame: Any) -> bool:
+def is_of_xformer(frame: Any) -> bool:
     """Return whether a frame is of a function of xformer, or of the array API's package."""
     while (name := frame.f_globals.get("__name__", "")) == "abc":  # `isinstance(x, Integral)`
         frame = frame.f_back
@@ -223,82 +221,3 @@ def laid_out(program: Program, buffer: Buffer, shape: Shape, dtype: Any, strides
         raise Unrecorded(f"an array of dtype {dtype.str} is not recorded")
     layout = as_strided(np.empty(1, dtype), shape, strides)
     return Traced(program, buffer, layout, address(layout))
-
-
-def _operator(name: str, *, reverse: bool = False) -> Any:
-    """Return a method for a binary operator: the namespace's function `name`."""
-
-    def method(self: Traced, other: Any) -> Traced:
-        from xformer.backends.numba.program import namespace
-
-        fn = getattr(namespace, name)
-        operands = (other, self) if reverse else (self, other)
-        if not all(map(is_number, operands)):
-            result: Traced = fn(*operands)
-            return result
-        if name in _ARITHMETIC and all(isinstance(x, bool) for x in operands):
-            raise Unrecorded("arithmetic of two booleans gives an int")
-        is_whole = type(operands[1]) is int and operands[1] >= 0
-        if name == "pow" and not any(isinstance(x, float) for x in operands) and not is_whole:
-            raise Unrecorded("an int to the power of an int may be a float")
-        return number(fn(*operands))
-
-    return method
-
-
-def _in_place(name: str) -> Any:
-    """Return a method for an operator like `+=`. xformer uses it for arrays that it has made."""
-
-    def method(self: Traced, other: Any) -> Traced:
-        if self.shape and not _is_of_xformer(sys._getframe(1)):
-            raise Unrecorded("an array is changed in place")
-        result: Traced = getattr(self, name)(other)
-        return result
-
-    return method
-
-
-def _unary(name: str) -> Any:
-    """Return a method for a unary operator: the namespace's function `name`."""
-
-    def method(self: Traced) -> Traced:
-        from xformer.backends.numba.program import namespace
-
-        result: Traced = getattr(namespace, name)(self)
-        return number(result) if is_number(self) else result
-
-    return method
-
-
-_BINARY = {
-    "add": "add",
-    "sub": "subtract",
-    "mul": "multiply",
-    "truediv": "divide",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "pow": "pow",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-    "matmul": "matmul",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-}
-_ARITHMETIC = list(_BINARY.values())[:9]
-_COMPARISONS = {
-    "eq": "equal",
-    "ne": "not_equal",
-    "lt": "less",
-    "le": "less_equal",
-    "gt": "greater",
-    "ge": "greater_equal",
-}
-for _short, _name in _BINARY.items():
-    setattr(Traced, f"__{_short}__", _operator(_name))
-    setattr(Traced, f"__r{_short}__", _operator(_name, reverse=True))
-    setattr(Traced, f"__i{_short}__", _in_place(f"__{_short}__"))
-for _short, _name in _COMPARISONS.items():
-    setattr(Traced, f"__{_short}__", _operator(_name))
-for _short, _name in {"neg": "negative", "invert": "bitwise_invert", "abs": "abs"}.items():
-    setattr(Traced, f"__{_short}__", _unary(_name))
