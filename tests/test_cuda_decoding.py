@@ -371,7 +371,7 @@ def test_how_many_tokens_a_call_decodes(
     size = tree.nbytes(params) + len(EVEN) * slots  # bytes that a token reads
     for reads, most in ((0, 1), (size - 1, 1), (3 * size, 3), (99 * size, 64)):
         monkeypatch.setitem(on_host.READ, True, reads)
-        tokens = on_host.compiled_tokens("generate", GPT, params, 300, asked=True)
+        tokens = on_host.compiled_tokens("generate", GPT, params, [[0]], 300, compiled=True)
         assert tokens is not None
         tokens.is_greedy = True
         tokens.begin(prefill(GPT, params, EVEN).state)

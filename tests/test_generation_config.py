@@ -18,8 +18,7 @@ from xformer import finetune, pretrained, training
 from xformer.cli import main
 from xformer.cli.sampling import FILTERS, choice
 from xformer.generation import stream_text
-from xformer.generation.settings import Settings, settings_of
-from xformer.generation.token_ids import start_of, token_ids
+from xformer.generation.settings import Settings, settings_of, start_of, token_ids
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.tokenizer import tokenizer
 

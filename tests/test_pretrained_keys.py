@@ -15,9 +15,8 @@ from tiny import ENCODERS, KINDS, architecture, config, tiny
 
 from xformer import finetune, pretrained
 from xformer.pretrained import PretrainedError
-from xformer.pretrained.config import Config
+from xformer.pretrained.config import READ, Config
 from xformer.pretrained.families import FAMILIES
-from xformer.pretrained.keys import READ
 from xformer.pretrained.reading import read_json
 
 # Attributes of configuration classes that no folder has: transformers' own bookkeeping.

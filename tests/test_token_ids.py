@@ -13,8 +13,8 @@ from truths import published
 from xformer import finetune, pretrained, training
 from xformer.cli import main
 from xformer.generation import prefill, stream_text
+from xformer.generation.settings import start_of, token_id, token_ids
 from xformer.generation.text import end_of, ends_of
-from xformer.generation.token_ids import start_of, token_id, token_ids
 from xformer.models import GPT
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.convert import as_llama

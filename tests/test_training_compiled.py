@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -16,12 +15,12 @@ from causal_models import causal
 
 from xformer import GPT, backends, optim, reference_only, tree
 from xformer.backends.numba.program import run as programs
+from xformer.generation import compiled as compiling
 from xformer.generation import generate, stream
 from xformer.generation.compiled import _compiled
 from xformer.generation.samplers import top_k
 from xformer.training import Batch, Diverged, TrainConfig, Windows, loop, loss_of, start, train
 
-generating = importlib.import_module("xformer.generation.generate")  # not the function
 TEXT = np.frombuffer(b"to be or not to be, that is the question " * 20, np.uint8)
 # Without biases: the gradient of that of keys is 0, and AdamW takes the sign of what rounding
 # makes of it.
@@ -191,7 +190,7 @@ def test_tokens_are_programs_by_themselves(made: list[Any]) -> None:
     model, params = causal("gpt2")
     params = tree.map(lambda p: p.astype(np.float32), params)
     n = model.context - len(PROMPTS[0]) + 1
-    with patch.object(generating, "PAYS", n):
+    with patch.object(compiling, "PAYS", n):
         found = generate(model, params, PROMPTS, max_new_tokens=n)
         assert len(made) == 1
         with reference_only():

@@ -23,9 +23,8 @@ from xformer.dispatch.shapes import STORED
 from xformer.generation import PrefilledPrompt, beam_search, decoded, prefill, stream, until
 from xformer.generation.constraints import constraints
 from xformer.generation.prefix import require_writer
-from xformer.generation.settings import Settings, settings_of
+from xformer.generation.settings import Settings, n_tokens, settings_of
 from xformer.generation.text import ends_of, hidden_ids
-from xformer.generation.token_ids import n_tokens
 from xformer.models import EncoderDecoder
 
 MAX_NEW = 300

@@ -10,8 +10,8 @@ from xformer import backends, kernels, pretrained
 from xformer.base import tree
 from xformer.cli.progress import progress
 from xformer.generation import Bytes
+from xformer.generation.settings import start_of
 from xformer.generation.text import Codec, prompt_ids
-from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder
 from xformer.pretrained import files
 from xformer.pretrained.foreign import require_model

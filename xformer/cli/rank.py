@@ -11,7 +11,7 @@ from xformer.cli.parser import Parser
 from xformer.cli.texts import add_options, given, shown, texts_of, watched
 from xformer.sentences import Ranked, rank, rank_settings
 from xformer.sentences.rank import in_order
-from xformer.sentences.rank_settings import ACTIVATIONS
+from xformer.sentences.settings import ACTIVATIONS
 
 
 def add_arguments(parser: Parser) -> None:

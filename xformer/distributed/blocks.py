@@ -11,7 +11,7 @@ from typing import Any
 from xformer.backends import Generator
 from xformer.base import tree
 from xformer.distributed.collectives import enter, gather, leave, scatter
-from xformer.distributed.partition import bounds
+from xformer.distributed.partition import own_size
 from xformer.distributed.sharded_sublayer import sharded_sublayer
 from xformer.distributed.sharding import CUTS, FIRST, ONE_KEY_HEAD, Cut, cut_of
 from xformer.distributed.world import World
@@ -66,7 +66,7 @@ def parallel_block(config: BlockConfig, world: World, *, sequence: bool = False)
     of_block = {f.name: getattr(config, f.name) for f in dataclasses.fields(BlockConfig)}
     if world.size > 1:
         _require_cut(config, attn, world)
-    units: Any = {name: _own(n, world) for name, n in _hidden_units(config).items()}
+    units: Any = {name: own_size(n, world) for name, n in _hidden_units(config).items()}
     of_block["ffn"] = dataclasses.replace(config.ffn, **units)
     of_block["attn"] = dataclasses.replace(
         attn,
@@ -93,12 +93,6 @@ def _hidden_units(config: BlockConfig) -> dict[str, int]:
     """The numbers of hidden units that are cut, by their names in `config.ffn`."""
     units = {"d_ff": config.ffn.d_ff, "d_shared": getattr(config.ffn, "d_shared", None)}
     return {name: n for name, n in units.items() if n is not None}
-
-
-def _own(n: int, world: World) -> int:
-    """How many of n hidden units this process has."""
-    first, last = bounds(n, world)
-    return last - first
 
 
 def _require_cut(config: BlockConfig, attn: AttentionConfig, world: World) -> None:

@@ -21,6 +21,7 @@ Derivation: docs/derivations/collectives.md
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from xformer.base.namespace import array_namespace
@@ -31,146 +32,97 @@ from xformer.distributed.partition import all_parts, joined, own_part
 from xformer.distributed.world import World
 
 
-def enter(x: Array, *, world: World) -> tuple[Array, EnterCache]:
-    """y = x: an array that is whole becomes the input of something different on each process."""
-    return x, EnterCache(world)
-
-
 @short
-class EnterCache(NamedTuple):
-    """Saved by `enter` for backward: only the processes, as y does not depend on values."""
+class CollectiveCache(NamedTuple):
+    """Saved by a collective for backward: its transpose, as y does not depend on other values."""
 
+    transpose: Callable[..., Array]
     world: World
+    axes: tuple[int, ...] = ()
 
     def backward(self, dy: Array) -> Array:
-        """dx = sum of dy over all processes."""
-        return self.world.all_reduce(dy)
+        """dx = the transpose of the collective, of dy."""
+        return self.transpose(dy, *self.axes, self.world)
 
 
-def leave(x: Array, *, world: World) -> tuple[Array, LeaveCache]:
-    """y = sum of x over all processes, the same bits on each."""
-    return world.all_reduce(x), LeaveCache()
+def enter(x: Array, *, world: World) -> tuple[Array, CollectiveCache]:
+    """y = x: an array that is whole becomes the input of something different on each process.
+
+    dx = sum of dy over all processes.
+    """
+    return x, CollectiveCache(_sum, world)
 
 
-@short
-class LeaveCache(NamedTuple):
-    """Saved by `leave` for backward: nothing."""
-
-    def backward(self, dy: Array) -> Array:
-        """dx = dy."""
-        return dy
+def leave(x: Array, *, world: World) -> tuple[Array, CollectiveCache]:
+    """y = sum of x over all processes, the same bits on each. dx = dy."""
+    return _sum(x, world), CollectiveCache(_same, world)
 
 
-def gather(x: Array, *, world: World, axis: int) -> tuple[Array, GatherCache]:
+def gather(x: Array, *, world: World, axis: int) -> tuple[Array, CollectiveCache]:
     """y = the parts x of all processes along `axis`, as the input of something different on each.
 
     x: (..., N / W, ...)   y: (..., N, ...), for W processes
+    dx = this process's part of the sum of dy over all processes.
     """
     require_axis("gather", x, axis)
     y = joined(x, axis, world)
     require_cut("gather", y, axis, world)
-    return y, GatherCache(world, axis)
+    return y, CollectiveCache(_part_of_sum, world, (axis,))
 
 
-@short
-class GatherCache(NamedTuple):
-    """Saved by `gather` for backward: the processes and the axis."""
-
-    world: World
-    axis: int
-
-    def backward(self, dy: Array) -> Array:
-        """dx = this process's part of the sum of dy over all processes."""
-        return self.world.reduce_scatter(all_parts(dy, self.axis, self.world))
-
-
-def scatter(x: Array, *, world: World, axis: int) -> tuple[Array, ScatterCache]:
+def scatter(x: Array, *, world: World, axis: int) -> tuple[Array, CollectiveCache]:
     """y = this process's part along `axis` of the sum of x over all processes.
 
     x: (..., N, ...)   y: (..., N / W, ...), for W processes. ValueError if W does not divide N.
+    dx = the parts dy of all processes along the axis.
     """
     require_cut("scatter", x, axis, world)
-    return world.reduce_scatter(all_parts(x, axis, world)), ScatterCache(world, axis)
+    return _part_of_sum(x, axis, world), CollectiveCache(joined, world, (axis,))
 
 
-@short
-class ScatterCache(NamedTuple):
-    """Saved by `scatter` for backward: the processes and the axis."""
-
-    world: World
-    axis: int
-
-    def backward(self, dy: Array) -> Array:
-        """dx = the parts dy of all processes along the axis."""
-        return joined(dy, self.axis, self.world)
-
-
-def part(x: Array, *, world: World, axis: int) -> tuple[Array, PartCache]:
+def part(x: Array, *, world: World, axis: int) -> tuple[Array, CollectiveCache]:
     """y = this process's part along `axis` of an array that is whole.
 
     x: (..., N, ...)   y: (..., N_rank, ...); the sizes of parts differ by one at most.
+    dx = the parts dy of all processes along the axis.
     """
     require_axis("part", x, axis)
-    return own_part(x, axis, world), PartCache(world, axis)
+    return own_part(x, axis, world), CollectiveCache(joined, world, (axis,))
 
 
-@short
-class PartCache(NamedTuple):
-    """Saved by `part` for backward: the processes and the axis."""
-
-    world: World
-    axis: int
-
-    def backward(self, dy: Array) -> Array:
-        """dx = the parts dy of all processes along the axis."""
-        return joined(dy, self.axis, self.world)
-
-
-def join(x: Array, *, world: World, axis: int) -> tuple[Array, JoinCache]:
+def join(x: Array, *, world: World, axis: int) -> tuple[Array, CollectiveCache]:
     """y = the parts x of all processes along `axis`, to be used in the same way on each.
 
     x: (..., N_rank, ...)   y: (..., N, ...), N the sum of all N_rank; parts are those of `part`.
+    dx = this process's part of dy, which every process has.
     """
     require_axis("join", x, axis)
-    return joined(x, axis, world), JoinCache(world, axis)
+    return joined(x, axis, world), CollectiveCache(own_part, world, (axis,))
 
 
-@short
-class JoinCache(NamedTuple):
-    """Saved by `join` for backward: the processes and the axis."""
-
-    world: World
-    axis: int
-
-    def backward(self, dy: Array) -> Array:
-        """dx = this process's part of dy, which every process has."""
-        return own_part(dy, self.axis, self.world)
-
-
-def exchange(x: Array, *, world: World, cut: int, join: int) -> tuple[Array, ExchangeCache]:
-    """y: parts of the axis `cut` instead of parts of the axis `join`.
+def exchange(x: Array, *, world: World, cut: int, join: int) -> tuple[Array, CollectiveCache]:
+    """y: parts of the axis `cut` instead of parts of the axis `join`. dx = dy, exchanged back.
 
     x: N whole at `cut`, M / W at `join`   y: N / W at `cut`, M whole at `join`, for W processes.
     ValueError if W does not divide N.
     """
     require_cut("exchange", x, cut, world)
-    return _exchanged(x, world, cut, join), ExchangeCache(world, cut, join)
+    return _exchanged(x, cut, join, world), CollectiveCache(_exchanged, world, (join, cut))
 
 
-@short
-class ExchangeCache(NamedTuple):
-    """Saved by `exchange` for backward: the processes and both axes."""
-
-    world: World
-    cut: int
-    join: int
-
-    def backward(self, dy: Array) -> Array:
-        """dx = dy, exchanged back."""
-        return _exchanged(dy, self.world, self.join, self.cut)
+def _same(x: Array, world: World) -> Array:
+    return x
 
 
-def _exchanged(x: Array, world: World, cut: int, join: int) -> Array:
+def _sum(x: Array, world: World) -> Array:
+    return world.all_reduce(x)
+
+
+def _part_of_sum(x: Array, axis: int, world: World) -> Array:
+    return world.reduce_scatter(all_parts(x, axis, world))
+
+
+def _exchanged(x: Array, cut: int, join: int, world: World) -> Array:
     parts = world.all_to_all(all_parts(x, cut, world))
     return array_namespace(x).concat(parts, axis=join)
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from xformer import ops
@@ -19,8 +20,7 @@ from xformer.dispatch.checks import number
 from xformer.dispatch.grad_callback import Ready
 from xformer.distributed.blocks import parallel_block, require_attention, require_no_inner_dropout
 from xformer.distributed.collectives import join, part
-from xformer.distributed.heads import parallel_head
-from xformer.distributed.partition import bounds, part_of, reduced
+from xformer.distributed.partition import bounds, own_size, part_of, reduced
 from xformer.distributed.sharding import (
     CUTS,
     LABELS,
@@ -31,7 +31,7 @@ from xformer.distributed.sharding import (
     shard,
     whole,
 )
-from xformer.distributed.vocabulary import embedding
+from xformer.distributed.vocabulary import embedding, parallel_head
 from xformer.distributed.world import World
 from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
@@ -41,10 +41,11 @@ from xformer.models.encoder_decoder import EncoderDecoder
 from xformer.models.language_model import LanguageModel
 
 
+@dataclass(frozen=True, kw_only=True)
 class _TensorParallel:
     """What both models have in common: their parameters, and how the layers are called."""
 
-    original: Any
+    original: Any = dataclasses.field(repr=False)  # the whole model
     world: World
 
     @property
@@ -95,8 +96,7 @@ class _TensorParallel:
 
 
 # Kernels of these could run collectives in several threads, or leave them out.
-def _as_layers() -> Any:
-    return reference_only(blocks, advance)
+_as_layers = partial(reference_only, blocks, advance)
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ class ParallelEmbed(EmbedConfig):
     @property
     def table_rows(self) -> int:
         """The rows of this process."""
-        first, last = bounds(self.vocab_size, self.world)
-        return last - first
+        return own_size(self.vocab_size, self.world)
 
     def lookup(self, table: Array, ids: Array) -> tuple[Array, Any]:
         """The rows `ids` of the tables of all processes, and their cache."""
@@ -120,8 +119,6 @@ class ParallelEmbed(EmbedConfig):
 class ParallelLanguageModel(_TensorParallel, LanguageModel):
     """The part of a `LanguageModel` that this process has (`tensor_parallel`)."""
 
-    original: LanguageModel = dataclasses.field(kw_only=True, repr=False)  # the whole model
-    world: World = dataclasses.field(kw_only=True)
     sequence: bool = dataclasses.field(default=False, kw_only=True)  # of `ParallelBlock`
 
     def hidden(
@@ -239,9 +236,6 @@ class SequenceCache(NamedTuple):
 class ParallelEncoderDecoder(_TensorParallel, EncoderDecoder):
     """The part of an `EncoderDecoder` that this process has (`tensor_parallel`)."""
 
-    original: EncoderDecoder = dataclasses.field(kw_only=True, repr=False)  # the whole model
-    world: World = dataclasses.field(kw_only=True)
-
     def encode(
         self, params: Any, src: Array, *, dropout_key: ops.RandomKey | None = None, **options: Any
     ) -> tuple[tuple[Array, Array | None], Any]:
@@ -255,9 +249,9 @@ class ParallelEncoderDecoder(_TensorParallel, EncoderDecoder):
         with _as_layers():
             return super().encode(params, src, dropout_key=dropout_key, **options)
 
+    @_as_layers()
     def _decode_target(self, *args: Any, **options: Any) -> tuple[Array, Any]:
-        with _as_layers():
-            return super()._decode_target(*args, **options)
+        return super()._decode_target(*args, **options)
 
     def decode(self, params: Any, tokens: Array, state: Any, **options: Any) -> tuple[Array, Any]:
         """Logits and state after `tokens`, on every process (`EncoderDecoder.decode`)."""

@@ -18,6 +18,12 @@ def bounds(n: int, world: World, rank: int | None = None) -> tuple[int, int]:
     return n * rank // world.size, n * (rank + 1) // world.size
 
 
+def own_size(n: int, world: World) -> int:
+    """The size of this process's part of [0, n)."""
+    first, last = bounds(n, world)
+    return last - first
+
+
 def part_of(x: Array, axis: int, first: int, last: int) -> Array:
     """x[..., first:last, ...] at `axis`."""
     index = [slice(None)] * x.ndim

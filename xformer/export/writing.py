@@ -164,7 +164,10 @@ def _proto(
             node.inputs,
             node.outputs,
             f"{node.scope}/{node.op}_{i}".lstrip("/"),
-            **{name: _attribute(name, value) for name, value in node.attributes},
+            **{
+                name: helper.np_dtype_to_tensor_dtype(np.dtype(value)) if name == "to" else value
+                for name, value in node.attributes
+            },
         )
         for i, node in enumerate(nodes)
     ]
@@ -189,12 +192,6 @@ def _with_axes(graph: Graph, node: Node, opset: int) -> Node:
     attributes = dict(node.attributes)
     axes = graph.name_of(Array.constant(np.asarray(attributes.pop("axes"), np.int64)))
     return node._replace(inputs=(*node.inputs, axes), attributes=tuple(attributes.items()))
-
-
-def _attribute(name: str, value: Any) -> Any:
-    from onnx import helper
-
-    return helper.np_dtype_to_tensor_dtype(np.dtype(value)) if name == "to" else value
 
 
 def _info(graph: Graph, name: str, x: Array) -> Any:

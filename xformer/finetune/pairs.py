@@ -13,7 +13,7 @@ from xformer.base.typing import Array
 from xformer.finetune.base import Example, Task, require
 from xformer.finetune.contrastive import contrastive_loss
 from xformer.finetune.heads import is_classifier
-from xformer.generation.token_ids import start_of
+from xformer.generation.settings import start_of
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.sentences import labels
 from xformer.sentences.batches import require_room

@@ -15,8 +15,7 @@ from typing import Any
 
 from xformer.finetune.modules import Adapter
 from xformer.pretrained import PretrainedError
-from xformer.pretrained.config import Config
-from xformer.pretrained.keys import warn_of
+from xformer.pretrained.config import Config, warn_of
 
 CONFIG = "adapter_config.json"
 MAX_RANK, MAX_PATTERNS = 1 << 16, 10_000

@@ -16,8 +16,7 @@ from xformer.models import Classifier
 from xformer.pretrained.files import GENERATION
 from xformer.pretrained.reading import PretrainedError, opened
 from xformer.pretrained.tokenizer_config import class_of, settings
-from xformer.sentences.rank_settings import rank_settings
-from xformer.sentences.settings import settings_files
+from xformer.sentences.settings import rank_settings, settings_files
 
 ADAPTER = "adapter"
 TOKENIZER = (

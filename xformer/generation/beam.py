@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.backends import Backend
 from xformer.dispatch.checks import number, require_sizes
 from xformer.generation.prefix import (
     PrefilledPrompt,
@@ -79,7 +78,22 @@ def beam_search(
     backend = backend_of_params(params)
     with backend.active():
         text = start if isinstance(start, PrefilledPrompt) else prefill(model, params, start)
-        searches = _searched(model, params, text, rule, backend, filters)
+        searches = [Search(rule) for _ in text.ids]
+        text = text.rows([i for i in range(len(searches)) for _ in range(n_beams)])
+        for n in range(max_new_tokens):
+            if n:
+                rows = [i * n_beams + row for i, s in enumerate(searches) for row in s.rows]
+                if rows != list(range(len(rows))):
+                    text = text.rows(rows)
+                new = [i for s in searches for i in s.new]
+                text = extended(model, params, text, new, backend)
+            scored = ops.log_softmax(text.logits)[0]
+            log_probs = backend.to_numpy(scored if filters is None else filters(scored, text.ids))
+            require_finite("beam_search", log_probs.max(axis=-1))
+            for search, scores in zip(searches, np.split(log_probs, len(searches)), strict=True):
+                search.step(scores.astype(np.float64))
+            if all(search.done for search in searches):
+                break
     return [search.ended for search in searches]
 
 
@@ -93,35 +107,6 @@ def _usable_penalty(length_penalty: float, max_new_tokens: int) -> float:
         f"beam_search: length_penalty must leave {max_new_tokens} ** length_penalty positive and "
         f"finite, got {length_penalty}"
     )
-
-
-def _searched(
-    model: Any,
-    params: Any,
-    text: PrefilledPrompt,
-    rule: Rule,
-    backend: Backend,
-    filters: Filter | None,
-) -> list[Search]:
-    """The finished search of each text."""
-    n_beams = rule.n_beams
-    searches = [Search(rule) for _ in text.ids]
-    text = text.rows([i for i in range(len(searches)) for _ in range(n_beams)])
-    for n in range(rule.max_new_tokens):
-        if n:
-            rows = [i * n_beams + row for i, s in enumerate(searches) for row in s.rows]
-            if rows != list(range(len(rows))):
-                text = text.rows(rows)
-            new = [i for s in searches for i in s.new]
-            text = extended(model, params, text, new, backend)
-        scored = ops.log_softmax(text.logits)[0]
-        log_probs = backend.to_numpy(scored if filters is None else filters(scored, text.ids))
-        require_finite("beam_search", log_probs.max(axis=-1))
-        for search, scores in zip(searches, np.split(log_probs, len(searches)), strict=True):
-            search.step(scores.astype(np.float64))
-        if all(search.done for search in searches):
-            break
-    return searches
 
 
 class Rule(NamedTuple):

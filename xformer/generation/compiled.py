@@ -14,8 +14,8 @@ from xformer.backends import Backend
 from xformer.base import tree
 from xformer.base.namespace import array_namespace
 from xformer.base.typing import Array
-from xformer.compiling import bucket
-from xformer.generation.prefix import PrefilledPrompt, backend_of_params
+from xformer.compiling import bucket, records
+from xformer.generation.prefix import PrefilledPrompt, backend_of_params, width_of
 from xformer.generation.samplers import Ids
 from xformer.layers.recurrent_state import is_recurrent
 from xformer.layers.rope_by_layer import max_unscaled_len
@@ -34,20 +34,32 @@ PAYS = 24  # least new tokens for which `stream` compiles unless it is asked
 
 
 def compiled_tokens(
-    op: str, model: Any, params: Any, most: int, *, asked: bool | None, is_greedy: bool = False
+    op: str,
+    model: Any,
+    params: Any,
+    prompts: Ids | PrefilledPrompt,
+    max_new_tokens: int,
+    *,
+    compiled: bool | None,
+    is_greedy: bool = False,
 ) -> CompiledTokens | None:
-    """The compiled decoding of texts of at most `most` tokens; None if it is not possible.
+    """The compiled decoding of prompts; None if it is not asked for, or not possible.
 
-    asked: warn with a RuntimeWarning if it is not possible, and compile prompts too.
+    compiled: of `stream`. True: warn with a RuntimeWarning if it is not possible, and compile
+        prompts too.
     is_greedy: also compute the next ids of greedy decoding.
     """
+    if not (max_new_tokens >= PAYS and records(params) if compiled is None else compiled):
+        return None
+    # The last token is not decoded, so it needs no slot.
+    most = width_of(model, prompts) + max(max_new_tokens - 1, 0)
     most, backend = min(most, model.context or most), backend_of_params(params)
     why = why_not_compiled(model, backend, most)
     if why is None and op == "speculative" and backend.graphs:
         why = f"a graph of backend {backend.name} reads one token at a time"
     if why is None:
-        return CompiledTokens(model, params, backend, most, is_greedy, asked=bool(asked))
-    if asked:
+        return CompiledTokens(model, params, backend, most, is_greedy, asked=bool(compiled))
+    if compiled:
         warnings.warn(f"{op}: tokens are not compiled: {why}", RuntimeWarning, stacklevel=3)
     return None
 
@@ -78,13 +90,6 @@ def why_not_compiled(model: Any, backend: Backend, most: int) -> str | None:
 def _max_unscaled_len(model: Any) -> float:
     """The most tokens with unchanged RoPE frequencies; inf if they never change."""
     return max_unscaled_len(getattr(model, "rotary", None))
-
-
-def width_of(model: Any, prompts: Ids | PrefilledPrompt) -> int:
-    """The number of tokens of the longest prompt; 1, the start token, for an encoder-decoder."""
-    if isinstance(prompts, PrefilledPrompt):
-        return prompts.width
-    return 1 if isinstance(model, EncoderDecoder) else max(map(len, prompts))
 
 
 class CompiledTokens:

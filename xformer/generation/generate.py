@@ -9,10 +9,9 @@ import numpy as np
 
 from xformer.backends import Backend
 from xformer.base.typing import Array
-from xformer.compiling import records
 from xformer.dispatch.checks import require_sizes
 from xformer.generation import samplers
-from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, width_of
+from xformer.generation.compiled import CompiledTokens, compiled_tokens
 from xformer.generation.prefix import (
     PrefilledPrompt,
     backend_of_params,
@@ -101,13 +100,9 @@ def stream(
         prompts = fitting("generate", model, prompts, max_new_tokens)
     n_texts = len(prompts.ids if isinstance(prompts, PrefilledPrompt) else prompts)
     rngs = [np.random.default_rng([seed, i]) for i in range(n_texts)]
-    tokens, backend = None, backend_of_params(params)
-    is_default = max_new_tokens >= PAYS and records(params)
-    if is_default if compiled is None else compiled:
-        # The last token is not decoded, so it needs no slot.
-        most = width_of(model, prompts) + max(max_new_tokens - 1, 0)
-        kind: Any = {"asked": compiled, "is_greedy": sampler is None}
-        tokens = compiled_tokens("generate", model, params, most, **kind)
+    backend = backend_of_params(params)
+    kind: Any = {"compiled": compiled, "is_greedy": sampler is None}
+    tokens = compiled_tokens("generate", model, params, prompts, max_new_tokens, **kind)
     return _stream(model, params, prompts, max_new_tokens, sampler, stops, rngs, tokens, backend)
 
 

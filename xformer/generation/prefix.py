@@ -17,7 +17,7 @@ from xformer.dispatch.checks import require_id, require_ids, require_sizes, whol
 from xformer.dispatch.subclasses import refusal
 from xformer.generation.prompts import encode_by_program, read_by_program
 from xformer.generation.samplers import Ids
-from xformer.generation.token_ids import start_of
+from xformer.generation.settings import start_of
 from xformer.layers.recurrent_state import is_recurrent
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.models.describe import in_words
@@ -84,46 +84,32 @@ def prefill(
         raise TypeError(f"prefill: after must be a PrefilledPrompt, got {type(after).__name__}")
     backend = backend_of_params(params)
     with backend.active():
-        return _read(model, params, rows, backend, after, start_id, chunk, compiled=compiled)
-
-
-def _read(
-    model: Any,
-    params: Any,
-    rows: Ids,
-    backend: Backend,
-    after: PrefilledPrompt | None,
-    start_id: int | None,
-    chunk: int | None,
-    *,
-    compiled: bool,
-) -> PrefilledPrompt:
-    if after is None:
-        state, rows = opened(model, params, rows, backend, start_id, compiled=compiled)
-        before: Ids = ((),) * len(rows)
-        width = 0
-    else:
-        embed = model.target_embed if isinstance(model, EncoderDecoder) else model.embed
-        _require_prompt_ids(rows, embed)
-        before, _, state, width = _aligned(after, rows, model)
-    tokens, mask = _padded(rows, backend)
-    length = tokens.shape[1]
-    _require_room("prefill", model, width + length)
-    ids = tuple((*old, *new) for old, new in zip(before, rows, strict=True))
-    more: dict[str, Any] = {}
-    if isinstance(model, LanguageModel):
-        more["length"] = max(map(len, ids))
-    step, result = chunk or length, None
-    if compiled and after is None and step >= length:
-        result = read_by_program(model, params, tokens, mask)
-    for start in range(0, length, step) if result is None else ():
-        part = slice(start, start + step)
-        if mask is not None:
-            more["mask"] = mask[:, part]
-        logits, state = model.decode(params, tokens[:, part], state, **more)
-    if result is not None:
-        logits, state = result
-    return PrefilledPrompt(ids, backend.upcast(logits), state, width + length)
+        if after is None:
+            state, rows = opened(model, params, rows, backend, start_id, compiled=compiled)
+            before: Ids = ((),) * len(rows)
+            width = 0
+        else:
+            embed = model.target_embed if isinstance(model, EncoderDecoder) else model.embed
+            _require_prompt_ids(rows, embed)
+            before, _, state, width = _aligned(after, rows, model)
+        tokens, mask = _padded(rows, backend)
+        length = tokens.shape[1]
+        _require_room("prefill", model, width + length)
+        ids = tuple((*old, *new) for old, new in zip(before, rows, strict=True))
+        more: dict[str, Any] = {}
+        if isinstance(model, LanguageModel):
+            more["length"] = max(map(len, ids))
+        step, result = chunk or length, None
+        if compiled and after is None and step >= length:
+            result = read_by_program(model, params, tokens, mask)
+        for start in range(0, length, step) if result is None else ():
+            part = slice(start, start + step)
+            if mask is not None:
+                more["mask"] = mask[:, part]
+            logits, state = model.decode(params, tokens[:, part], state, **more)
+        if result is not None:
+            logits, state = result
+        return PrefilledPrompt(ids, backend.upcast(logits), state, width + length)
 
 
 def opened(
@@ -210,14 +196,17 @@ def fitting(
     op: str, model: Any, prompts: Ids | PrefilledPrompt, max_new_tokens: int
 ) -> Ids | PrefilledPrompt:
     """The checked prompts. ValueError if they and max_new_tokens do not fit the context."""
-    if isinstance(prompts, PrefilledPrompt):
-        length = prompts.width
-    else:
-        prompts = checked(prompts)
-        length = 1 if isinstance(model, EncoderDecoder) else max(map(len, prompts))
+    prompts = prompts if isinstance(prompts, PrefilledPrompt) else checked(prompts)
     # The last new token is not decoded, so it needs no position.
-    _require_room(op, model, length, max(max_new_tokens - 1, 0))
+    _require_room(op, model, width_of(model, prompts), max(max_new_tokens - 1, 0))
     return prompts
+
+
+def width_of(model: Any, prompts: Ids | PrefilledPrompt) -> int:
+    """The number of tokens of the longest prompt; 1, the start token, for an encoder-decoder."""
+    if isinstance(prompts, PrefilledPrompt):
+        return prompts.width
+    return 1 if isinstance(model, EncoderDecoder) else max(map(len, prompts))
 
 
 def _require_room(op: str, model: Any, length: int, more: int = 0) -> None:

@@ -174,14 +174,10 @@ def require_finite(op: str, top: np.ndarray) -> None:
     """ValueError unless `top`, the largest logit of each row, is finite."""
     if not np.isfinite(top).all():
         raise ValueError(
-            f"{op}: the largest logit of each row must be finite, got {_first(top)}: the model's "
-            "logits are not numbers, or a filter has removed all tokens"
+            f"{op}: the largest logit of each row must be finite, got {top[~np.isfinite(top)][0]}: "
+            "the model's logits are not numbers, or a filter has removed all tokens"
         )
 
 
 def _ones(mask: Array) -> Array:
     return as_indices(array_namespace(mask).astype(mask, array_namespace(mask).uint8))
-
-
-def _first(top: np.ndarray) -> Any:
-    return top[~np.isfinite(top)][0]

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer.compiling import records
 from xformer.dispatch.checks import require_sizes
-from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, width_of
+from xformer.generation.compiled import CompiledTokens, compiled_tokens
 from xformer.generation.prefix import (
     backend_of_params,
     fitting,
@@ -19,6 +18,7 @@ from xformer.generation.prefix import (
     stop_ids,
 )
 from xformer.generation.samplers import Filter, pick, probabilities, require_filter, temperature
+from xformer.generation.settings import n_tokens
 from xformer.layers.recurrent_state import is_recurrent
 from xformer.layers.rope_by_layer import frequency_length
 
@@ -71,16 +71,14 @@ def speculative(
         require_no_memory("speculative", one)
         _require_no_recurrence(one)
         fitting("speculative", one, [prompt], max_new_tokens)
-        tokens = None
-        if max_new_tokens >= PAYS and records(weights) if compiled is None else compiled:
-            most = width_of(one, [prompt]) + max(max_new_tokens - 1, 0)
-            tokens = compiled_tokens("speculative", one, weights, most, asked=compiled)
+        of_text = (one, weights, [prompt], max_new_tokens)
+        tokens = compiled_tokens("speculative", *of_text, compiled=compiled)
         readers.append(Reader(one, weights, tokens))
     large, small = readers
-    if large.vocab_size != small.vocab_size:
+    size, draft_size = n_tokens(model), n_tokens(draft)
+    if size != draft_size:
         raise ValueError(
-            f"speculative: the draft must have the model's {large.vocab_size} tokens, got "
-            f"{small.vocab_size}"
+            f"speculative: the draft must have the model's {size} tokens, got {draft_size}"
         )
     sampler = temperature(0) if sampler is None else sampler
     return _rounds(large, small, prompt, k, max_new_tokens, sampler, stops, seed)
@@ -104,12 +102,6 @@ class Reader:
         self.model, self.params, self.backend = model, params, backend_of_params(params)
         self.tokens, self.length = tokens, 0
         self._states: list[Any] = []  # the state after the last `keep`, and all later ones
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the size of the vocabulary."""
-        embed = getattr(self.model, "target_embed", None) or self.model.embed
-        return int(embed.vocab_size)
 
     def steady(self, length: int, n: int) -> int:
         """The most tokens, up to n, that may follow `length` at the same RoPE frequencies."""

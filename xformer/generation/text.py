@@ -11,8 +11,7 @@ from xformer.generation.constraints import constrained, constraints
 from xformer.generation.generate import stream
 from xformer.generation.prefix import is_iterable, require_writer, stop_ids
 from xformer.generation.samplers import Filter
-from xformer.generation.settings import settings_of
-from xformer.generation.token_ids import n_tokens, token_id, token_ids
+from xformer.generation.settings import n_tokens, settings_of, token_id, token_ids
 from xformer.models import EncoderDecoder
 
 # A decoder writes this for bytes that are not a character, or not yet a whole one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,19 @@ NEUTRAL: dict[str, Any] = {
     "cross_attention_hidden_size": None,
     "pruned_heads": {},
 }
+
+# A family reads every key that transformers reads for its models (`test_pretrained_keys`). The
+# other keys cannot change what transformers computes, except for these, which code shared by all
+# families of transformers reads: weights in another format or place, layers that differ, masks,
+# parts of a larger model.
+READ = (
+    *("quantization_config", "compression_config", "transformers_weights", "fusion_config"),
+    *("per_layer_config", "layer_types", "kv_sharing_modes", "number_of_conv_states"),
+    *("sliding_window", "attention_chunk_size", "is_causal"),
+    *("text_config", "text_encoder", "decoder", "generator", "sub_configs"),
+    *("attribute_map", "default_theta", "default_rope_type"),
+)
+NOTHING: dict[str, tuple[Any, ...]] = {"is_causal": (True,)}  # values that change nothing
 
 
 class Config:
@@ -99,23 +113,14 @@ class Config:
         """A string. It must be one of `choices` if there are any."""
         return self._read(name, _text(choices), **absent)
 
-    def integers(
-        self, name: str, *, low: int = 0, high: int = MAX, length: int | None = None, **absent: Any
-    ) -> Any:
-        """A tuple of ints in [low, high], of `length` items if it is given."""
-        return self._read_list(name, "integers", _integer(low, high), length, **absent)
+    def integers(self, name: str, *, low: int = 0, high: int = MAX, **absent: Any) -> Any:
+        """A tuple of ints in [low, high]."""
+        return self._read_list(name, "integers", _integer(low, high), None, **absent)
 
-    def numbers(
-        self,
-        name: str,
-        *,
-        low: float = -math.inf,
-        high: float = math.inf,
-        length: int | None = None,
-        **absent: Any,
-    ) -> Any:
-        """A tuple of floats in [low, high], of `length` items if it is given."""
-        return self._read_list(name, "numbers", _number(low, high), length, **absent)
+    def numbers(self, name: str, *, length: int | None = None, **absent: Any) -> Any:
+        """A tuple of floats, of `length` items if it is given."""
+        numbers = _number(-math.inf, math.inf)
+        return self._read_list(name, "numbers", numbers, length, **absent)
 
     def texts(
         self, name: str, *, choices: Sequence[str] = (), length: int | None = None, **absent: Any
@@ -309,3 +314,28 @@ def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("an object")
     return value
+
+
+def unread_keys(c: Config) -> list[str]:
+    """The keys that transformers does not read. They become accepted in `c`.
+
+    `finish` refuses the other keys that the family did not read.
+    """
+    unasked = c.unasked()
+    c.accept(name for name in unasked if name not in READ or _says_nothing(c, name))
+    return [name for name in unasked if name not in READ]
+
+
+def warn_of(unread: list[str], where: str, reader: str = "transformers") -> None:
+    """Warn of the keys that are ignored because `reader` does not read them."""
+    if unread:
+        names = listed(unread)
+        message = f"{where}: keys that {reader} does not read are left out: {names}"
+        warnings.warn(message, stacklevel=3)
+
+
+def _says_nothing(c: Config, name: str) -> bool:
+    value = c.data[name]
+    if name == "layer_types":
+        return isinstance(value, list) and all(kind == "full_attention" for kind in value)
+    return value in (*NOTHING.get(name, ()), {}, [])

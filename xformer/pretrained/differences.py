@@ -18,7 +18,8 @@ def difference(got: Any, wanted: Any) -> tuple[str, Any, Any] | None:
     got, wanted: configurations of models. Rates of dropout and the options of `FREE` may differ.
     """
     if is_dataclass(got) and type(got) is type(wanted):
-        names = [f.name for f in fields(got) if not _is_free(f.name)]
+        names = [f.name for f in fields(got) if f.name not in FREE]
+        names = [name for name in names if not name.endswith("dropout")]
         pairs = [(name, getattr(got, name), getattr(wanted, name)) for name in names]
     elif isinstance(got, tuple) and isinstance(wanted, tuple) and len(got) == len(wanted):
         pairs = [(str(i), a, b) for i, (a, b) in enumerate(zip(got, wanted, strict=True))]
@@ -29,7 +30,3 @@ def difference(got: Any, wanted: Any) -> tuple[str, Any, Any] | None:
             inner, *values = unlike
             return f"{name}.{inner}" if inner else name, values[0], values[1]
     return None
-
-
-def _is_free(name: str) -> bool:
-    return name in FREE or name.endswith("dropout")

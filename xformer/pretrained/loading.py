@@ -21,11 +21,10 @@ from xformer.base.choices import did_you_mean
 from xformer.initializers import Shapes
 from xformer.models.language_model import LanguageModel, LanguageModelParams
 from xformer.pretrained import families, files
-from xformer.pretrained.config import Config
+from xformer.pretrained.config import Config, unread_keys, warn_of
 from xformer.pretrained.differences import difference
 from xformer.pretrained.family import Family
 from xformer.pretrained.foreign import require_model
-from xformer.pretrained.keys import unread_keys, warn_of
 from xformer.pretrained.matching import (
     head_of,
     links_for,

@@ -27,6 +27,8 @@ def rope(
 ) -> RopeConfig:
     """The RoPE configuration of heads of `width` channels, in a model for `max_len` tokens.
 
+    max_len: the family's value if `max_position_embeddings` is missing
+
     It reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers
     4), and also `partial_rotary_factor` and `original_max_position_embeddings`. Defaults are those
     of transformers 5.23 (`modeling_rope_utils.py`).
@@ -42,6 +44,7 @@ def rope(
 
     Raises PretrainedError.
     """
+    max_len = c.integer("max_position_embeddings", low=1, default=max_len)
     part = _part(c, default)
     theta = _agreed(c, part, "rope_theta", theta, names)
     turned = _agreed(c, part, "partial_rotary_factor", 1.0 if share is None else share, names)
@@ -66,12 +69,14 @@ def rope_by_type(
     It reads `rope_parameters`, which must have an object for each type (transformers 5), or the
     bases and `rope_scaling` (transformers 4). All channels are rotated.
 
+    max_len: of `rope`
     thetas: type of layer -> the family's default base
     names: type of layer -> the key of its base outside the parameters
     scaled: the types of layers to which `rope_scaling` applies
 
     Raises PretrainedError.
     """
+    max_len = c.integer("max_position_embeddings", low=1, default=max_len)
     none = Config({}, f"{c.where}: rope_parameters")
     found, scaling = c.sub("rope_parameters") or none, c.sub("rope_scaling") or none
     if any(not isinstance(value, dict | None) for value in found.data.values()):

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from xformer.sentences.index import write_index as write_index
     from xformer.sentences.rank import Ranked as Ranked
     from xformer.sentences.rank import rank as rank
-    from xformer.sentences.rank_settings import RankSettings as RankSettings
-    from xformer.sentences.rank_settings import rank_settings as rank_settings
     from xformer.sentences.search import Hit as Hit
     from xformer.sentences.search import make_index as make_index
     from xformer.sentences.search import search as search
+    from xformer.sentences.settings import RankSettings as RankSettings
     from xformer.sentences.settings import Settings as Settings
     from xformer.sentences.settings import prompts as prompts
+    from xformer.sentences.settings import rank_settings as rank_settings
     from xformer.sentences.settings import settings as settings
     from xformer.sentences.settings import similarity_name as similarity_name
     from xformer.sentences.splade import SpladeSettings as SpladeSettings

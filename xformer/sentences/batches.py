@@ -7,22 +7,25 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from array_api_compat import device
 
-from xformer import backends
+from xformer import backends, ops
 from xformer.backends import Backend
 from xformer.base import tree
 from xformer.base.tree import value
-from xformer.compiling import bucket, records
+from xformer.base.typing import Array
+from xformer.compiling import Forward, bucket, records
 from xformer.dispatch.checks import require_sizes, require_utf8
 from xformer.inspection.summary import context
 from xformer.models import LanguageModel, LMHead
 from xformer.models.describe import in_words
 from xformer.models.language_model import LanguageModelParams
 from xformer.models.usage import require_params
+from xformer.pretrained.tokenizer import Encoding
 
 # Tokens of a batch on NumPy. The arrays of a larger batch do not fit into the processor's caches,
 # which takes longer for each token.
@@ -85,9 +88,14 @@ def by_batch(
     require_utf8(f"{what}: prompt", prompt)
     (batch_size,) = require_sizes(what, 1, batch_size=batch_size)
     limit = longest(what, model, max_len)
-    encoded, types = _encoded(what, tokenizer, texts, prompt, limit, skip)
+    encoded, types = list[np.ndarray](), list[np.ndarray]()
+    for i, found in enumerate(encodings(what, tokenizer, texts, prompt, limit, skip=skip)):
+        encoded.append(np.asarray(found.ids, np.int64))
+        is_pair = not isinstance(texts[i], str)
+        types.append(np.asarray(found.types if is_pair else [0] * len(found.ids), np.int64))
     require_text_ids(what, encoded, model.embed.vocab_size)
-    fields = [encoded] if types is None or model.embed.n_types < 2 else [encoded, types]
+    has_types = model.embed.n_types >= 2 and any(row.any() for row in types)
+    fields = [encoded, types] if has_types else [encoded]
     table = value(params.embed.table)
     y = np.empty((len(texts), width), backends.backend_of(table).to_numpy(table[:0, :]).dtype)
     first = FirstItems(len(texts))
@@ -105,6 +113,22 @@ def by_batch(
         if finished is not None and end > start:
             finished(start, y[start:end])
     return y
+
+
+@lru_cache(KEPT)
+def activated(model: Any, activation: str) -> Forward:
+    """A function from tokens (B, T), their mask and types to a classifier's activated logits.
+
+    activation: "softmax", "sigmoid" or "identity"
+    """
+
+    def run(params: Any, tokens: Array, mask: Array, types: Any = None) -> Array:
+        logits, _ = model.forward(params, tokens, mask=mask, types=types)
+        if activation == "identity":
+            return logits
+        return (ops.sigmoid if activation == "sigmoid" else ops.softmax)(logits)[0]
+
+    return Forward(run)
 
 
 class FirstItems:
@@ -220,37 +244,42 @@ def longest(what: str, model: Any, max_len: int | None) -> int:
     return min((n for n in limits if n is not None), default=sys.maxsize)
 
 
-def _encoded(
-    what: str, tokenizer: Any, texts: Sequence[Text], prompt: str, limit: int, skip: int
-) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-    """The ids of each text after `prompt`, and their token types; None for types if all are 0.
+def encodings(
+    what: str,
+    tokenizer: Any,
+    texts: Sequence[Text],
+    prompt: str,
+    limit: int,
+    *,
+    n_added: int = 0,
+    skip: int = 0,
+    cut: bool = True,
+) -> Iterator[Encoding]:
+    """Yield the tokens of each text after `prompt`, at most `limit`.
 
-    Texts of more than `limit` ids are cut at the tokenizer's truncation_side, with a warning; of a
-    pair, the longer one. ValueError for a text without ids after the first `skip`.
+    Longer texts are cut at the tokenizer's truncation_side, with a warning to the caller's caller's
+    caller; of a pair, the longer one.
+
+    n_added: tokens that the caller adds to each text
+    cut: False: longer texts are whole
+    ValueError for a text without tokens after the first `skip`, and for a prompt without room.
     """
-    require_room(what, tokenizer, prompt, limit)
-    encoded, types, long = [], {}, []
+    require_room(what, tokenizer, prompt, limit - n_added)
+    long = []
     for i, text in enumerate(texts):
-        if isinstance(text, str):
-            ids = tokenizer.encode(prompt + text)
-            if len(ids) > limit:
-                long.append(i)
-                ids = tokenizer.batch([prompt + text], max_len=limit)[0][0]
-        else:
-            found = tokenizer.encoding(prompt + text[0], text[1])
-            if len(found.ids) > limit:
-                long.append(i)
-                found = tokenizer.encoding(prompt + text[0], text[1], max_len=limit)
-            ids, types[i] = found.ids, np.asarray(found.types, np.int64)
-        encoded.append(np.asarray(ids, np.int64))
-    warn_of_cuts(what, limit, long, len(texts), stacklevel=5)
-    for i, ids in enumerate(encoded):
-        if len(ids) <= skip:
+        first, second = (text, None) if isinstance(text, str) else text
+        found = tokenizer.encoding(prompt + first, second)
+        if cut and len(found.ids) > limit - n_added:
+            long.append(i)
+            found = tokenizer.encoding(prompt + first, second, max_len=limit - n_added)
+        if len(found.ids) + n_added <= skip:
             after = " after the prompt" if skip else ""
-            raise ValueError(f"{what}: text {i + 1} has no tokens{after}, got {texts[i]!r:.40}")
-    if not any(row.any() for row in types.values()):
-        return encoded, None
-    return encoded, [types.get(i, np.zeros_like(ids)) for i, ids in enumerate(encoded)]
+            raise ValueError(f"{what}: text {i + 1} has no tokens{after}, got {text!r:.40}")
+        yield found
+    if long:
+        more = f" and {len(long) - 1} more of {len(texts)}" if len(long) > 1 else ""
+        message = f"{what}: cut to {limit} tokens: text {long[0] + 1}{more}"
+        warnings.warn(message, stacklevel=4)
 
 
 def require_room(what: str, tokenizer: Any, prompt: str, limit: int) -> None:
@@ -262,16 +291,6 @@ def require_room(what: str, tokenizer: Any, prompt: str, limit: int) -> None:
             f"{what}: the prompt leaves no room for a text: it has {n} tokens, special tokens "
             f"included, and a text at most {limit}, got {prompt!r:.40}"
         )
-
-
-def warn_of_cuts(
-    what: str, limit: int, long: Sequence[int], n_texts: int, *, stacklevel: int
-) -> None:
-    """UserWarning if there are texts that were cut. long: their indices; limit: their tokens."""
-    if long:
-        more = f" and {len(long) - 1} more of {n_texts}" if len(long) > 1 else ""
-        message = f"{what}: cut to {limit} tokens: text {long[0] + 1}{more}"
-        warnings.warn(message, stacklevel=stacklevel)
 
 
 def require_text_ids(what: str, encoded: Sequence[np.ndarray], vocab_size: int) -> None:

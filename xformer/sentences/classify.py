@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from xformer import ops
-from xformer.base.typing import Array
-from xformer.compiling import Forward
 from xformer.models import Classifier, TokenClassifier
 from xformer.models.describe import in_words
 from xformer.sentences.batches import (
-    KEPT,
     Finished,
     Progress,
     Text,
+    activated,
     by_batch,
     require_language_model,
 )
@@ -60,7 +56,7 @@ def classify(
         params,
         tokenizer,
         texts,
-        _probabilities(model, alone),
+        activated(model, "sigmoid" if alone else "softmax"),
         head.n_labels,
         pairs=True,
         max_len=max_len,
@@ -69,17 +65,6 @@ def classify(
         progress=progress,
         finished=finished,
     )
-
-
-@lru_cache(KEPT)
-def _probabilities(model: Any, alone: bool) -> Forward:
-    """A function from tokens (B, T), their mask and types to probabilities (B, n_labels)."""
-
-    def probabilities(params: Any, tokens: Array, mask: Array, types: Any = None) -> Array:
-        logits, _ = model.forward(params, tokens, mask=mask, types=types)
-        return (ops.sigmoid if alone else ops.softmax)(logits)[0]
-
-    return Forward(probabilities)
 
 
 def labels(model: Any) -> list[str]:

@@ -24,13 +24,12 @@ from xformer.pretrained.reading import PretrainedError, read_json
 from xformer.sentences.batches import (
     KEPT,
     Progress,
+    encodings,
     listed,
     longest,
     outputs,
     require_language_model,
-    require_room,
     require_text_ids,
-    warn_of_cuts,
 )
 from xformer.sentences.dense import Dense, dense, maps_like, read_dense, read_linear, width_after
 from xformer.sentences.settings import METADATA, MODULES, WHOLE, read_max_len, read_modules
@@ -204,21 +203,13 @@ def _encoded(tokenizer: Any, texts: Sequence[str], marker: str, limit: int) -> l
         ),
         None,
     )
-    prompt, most = (marker, limit) if number is None else ("", limit - 1)
-    require_room("colbert", tokenizer, prompt, most)
-    rows, long = [], []
-    for i, text in enumerate(texts):
-        found = tokenizer.encoding(prompt + text)
-        if len(found.ids) > most:
-            long.append(i)
-            found = tokenizer.encoding(prompt + text, max_len=most)
+    prompt, n_added = (marker, 0) if number is None else ("", 1)
+    rows = []
+    for found in encodings("colbert", tokenizer, texts, prompt, limit, n_added=n_added):
         ids = list(found.ids)
         if number is not None:  # an empty text has only special tokens: the marker is the second
             ids.insert(found.special.index(False) if False in found.special else 1, number)
-        if not ids:
-            raise ValueError(f"colbert: text {i + 1} has no tokens, got {text!r:.40}")
         rows.append(np.asarray(ids, np.int64))
-    warn_of_cuts("colbert", limit, long, len(texts), stacklevel=4)
     return rows
 
 

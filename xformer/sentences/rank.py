@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer import ops
 from xformer.base.choices import require_one_of
-from xformer.base.typing import Array
-from xformer.compiling import Forward
 from xformer.dispatch.checks import require_sizes, require_utf8
 from xformer.models import Classifier
 from xformer.models.describe import in_words
 from xformer.sentences.batches import (
-    KEPT,
     Finished,
     Progress,
+    activated,
     by_batch,
     listed,
     require_language_model,
 )
-from xformer.sentences.rank_settings import ACTIVATIONS, activation_of
+from xformer.sentences.settings import ACTIVATIONS, activation_of
 
 
 class Ranked(NamedTuple):
@@ -86,7 +82,7 @@ def rank(
         params,
         tokenizer,
         [(query, text) for text in texts],
-        _scores(model, activation or activation_of(model.hf_config or {}) or "sigmoid"),
+        activated(model, activation or activation_of(model.hf_config or {}) or "sigmoid"),
         1,
         pairs=True,
         max_len=max_len,
@@ -101,14 +97,3 @@ def rank(
 def in_order(documents: list[Ranked], top_k: int | None = None) -> list[Ranked]:
     """The documents in the order of their scores, the highest first. top_k: the most; None: all."""
     return sorted(documents, key=lambda one: -one.score)[:top_k]
-
-
-@lru_cache(KEPT)
-def _scores(model: Any, activation: str) -> Forward:
-    """A function from tokens (B, T), their mask and types to scores (B, 1)."""
-
-    def scores(params: Any, tokens: Array, mask: Array, types: Any = None) -> Array:
-        logits, _ = model.forward(params, tokens, mask=mask, types=types)
-        return ops.sigmoid(logits)[0] if activation == "sigmoid" else logits
-
-    return Forward(scores)

@@ -1,4 +1,4 @@
-"""The embedding options of a model, from the files of sentence-transformers in its folder.
+"""The options of `embed` and `rank`, from the files of sentence-transformers in a model's folder.
 
 modules.json lists the modules: Transformer, Pooling, perhaps some Dense, perhaps Normalize.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +60,12 @@ FLAGS = {  # of versions before 6
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+ACTIVATIONS = ("sigmoid", "identity")
+CLASSES = {  # of torch
+    **dict.fromkeys(("torch.nn.Sigmoid", "torch.nn.modules.activation.Sigmoid"), "sigmoid"),
+    **dict.fromkeys(("torch.nn.Identity", "torch.nn.modules.linear.Identity"), "identity"),
+}
+KEY, OLD_KEY = "sentence_transformers", "sbert_ce_default_activation_function"  # of config.json
 
 
 class Settings(NamedTuple):
@@ -278,3 +285,55 @@ def _usable(length: Any) -> int | None:
     """`length` as an int; None for other values and for the huge numbers that mean no limit."""
     whole = isinstance(length, int) and not isinstance(length, bool)
     return int(length) if whole and 1 <= length <= MAX else None
+
+
+class RankSettings(NamedTuple):
+    """Options of `rank`."""
+
+    activation: str | None = None
+    max_len: int | None = None
+    prompt: str = ""
+
+
+def rank_settings(folder: str | os.PathLike[str]) -> RankSettings:
+    """The options of `rank` in a model's folder; without such files, the defaults of `rank`.
+
+    PretrainedError for damaged files, for a model that is no cross-encoder, and for modules or
+    options that are not supported.
+    """
+    root = Path(folder)
+    activation, prompt = (
+        _of_cross_encoder(root / WHOLE) if os.path.lexists(root / WHOLE) else (None, "")
+    )
+    if os.path.lexists(root / MODULES):
+        read_modules(root / MODULES, "Transformer", "Transformer")
+    max_len = read_max_len(root, "sequence-classification")
+    return RankSettings(activation, max_len, prompt)
+
+
+def activation_of(config: Mapping[str, Any]) -> str | None:
+    """The activation that a config.json names; None if it names none.
+
+    PretrainedError for another activation than `ACTIVATIONS`.
+    """
+    c = Config(dict(config), "config.json")
+    part = c.sub(KEY)
+    if part is not None and "activation_fn" in part.data:
+        return _activation(part, "activation_fn")
+    return _activation(c, OLD_KEY)
+
+
+def _activation(c: Config, key: str) -> str | None:
+    name = c.text(key, choices=tuple(CLASSES), default=None)
+    return None if name is None else CLASSES[name]
+
+
+def _of_cross_encoder(path: Path) -> tuple[str | None, str]:
+    """The activation and the default prompt."""
+    c = Config(read_json(path), str(path))
+    c.ignore("__version__", "keep_in_fp32_modules", "requirements")
+    c.only("model_type", "CrossEncoder")
+    activation = _activation(c, "activation_fn")
+    known, name = prompts_of(c)
+    c.finish()
+    return activation, "" if name is None else known[name]

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer import ops
 from xformer.base.choices import require_one_of
-from xformer.base.typing import Array
-from xformer.compiling import Forward
 from xformer.dispatch.checks import require_sizes
 from xformer.models import TokenClassifier
 from xformer.models.describe import in_words
 from xformer.pretrained.tokenizer import Encoding
 from xformer.sentences.batches import (
-    KEPT,
     Finished,
     FirstItems,
     Progress,
+    activated,
+    encodings,
     listed,
     longest,
     outputs,
     require_language_model,
-    require_room,
     require_text_ids,
-    warn_of_cuts,
 )
 from xformer.sentences.classify import labels
 
@@ -104,7 +99,9 @@ def tag(
     require_text_ids("tag", ids, model.embed.vocab_size)
     ends = np.cumsum([len(own) for own in windows])
     first, in_order = FirstItems(len(rows)), finished is not None
-    batches = outputs(params, [ids], _probabilities(model), limit, batch_size, in_order=in_order)
+    batches = outputs(
+        params, [ids], activated(model, "softmax"), limit, batch_size, in_order=in_order
+    )
     for numbers, probs in batches:
         for number, of_text in zip(numbers, probs, strict=True):
             i, k = rows[number]
@@ -122,16 +119,6 @@ def tag(
     return [_whole(of_text) for of_text in found]
 
 
-@lru_cache(KEPT)
-def _probabilities(model: Any) -> Forward:
-    """A function from tokens (B, T) and their mask to probabilities (B, T, n_labels)."""
-
-    def probabilities(params: Any, tokens: Array, mask: Array) -> Array:
-        return ops.softmax(model.forward(params, tokens, mask=mask)[0])[0]
-
-    return Forward(probabilities)
-
-
 def _windows(
     tokenizer: Any, texts: Sequence[str], limit: int, stride: int | None
 ) -> list[list[Encoding]]:
@@ -139,21 +126,13 @@ def _windows(
 
     ValueError for a text without tokens, and a stride that leaves no room for others.
     """
-    require_room("tag", tokenizer, "", limit)
-    found, long = [], []
-    for i, text in enumerate(texts):
-        whole = tokenizer.encoding(text)
-        if not whole.ids:
-            raise ValueError(f"tag: text {i + 1} has no tokens, got {text!r:.40}")
-        if len(whole.ids) <= limit:
-            found.append([whole])
-        elif stride is None:
-            long.append(i)
-            found.append([tokenizer.encoding(text, max_len=limit)])
+    windows = []
+    for whole in encodings("tag", tokenizer, texts, "", limit, cut=stride is None):
+        if stride is None or len(whole.ids) <= limit:
+            windows.append([whole])
         else:
-            found.append(list(_split(whole, limit, stride)))
-    warn_of_cuts("tag", limit, long, len(texts), stacklevel=4)
-    return found
+            windows.append(list(_split(whole, limit, stride)))
+    return windows
 
 
 def _split(whole: Encoding, limit: int, stride: int) -> Iterator[Encoding]:

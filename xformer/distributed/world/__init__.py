@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from xformer.distributed.launcher import launched
-from xformer.distributed.world._alone import Alone
-from xformer.distributed.world.base import World
+from xformer.distributed.world.base import Alone, World
 
 __all__ = ["Alone", "World", "end_all", "world"]
 

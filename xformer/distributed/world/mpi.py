@@ -11,8 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from xformer.base.typing import Array
-from xformer.distributed.world.array_header import HEAD, described, head
-from xformer.distributed.world.base import World, on_host
+from xformer.distributed.world.base import HEAD, World, described, head, on_host
 
 if not MPI.Is_initialized():  # `xformer info` imports it without
     MPI.Init_thread()

@@ -11,6 +11,7 @@ Collectives of CuPy arrays stay on the devices. NCCL only moves bytes: sums are 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import socket
@@ -27,8 +28,7 @@ from xformer.base.typing import Array
 from xformer.dispatch.backend import INSTALL_CUDA
 from xformer.distributed.launcher import by_mpi
 from xformer.distributed.world import world as found_world
-from xformer.distributed.world.array_header import described, head
-from xformer.distributed.world.base import World, on_host
+from xformer.distributed.world.base import World, described, head, on_host
 
 INSTALL = (
     "pip install 'xformer-array[nccl]', or for CUDA 12: pip install 'xformer-array[nccl-cu12]'"
@@ -37,9 +37,9 @@ STORE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # se
 PATIENCE = 300.0  # seconds in which all processes must start
 GRACE = 5.0  # seconds in which all processes fail alike
 NAP = 0.05  # seconds between two looks into the store
-_worlds: list[Nccl] = []  # the world, once it is known
 
 
+@functools.cache
 def world() -> Nccl:
     """The processes that were started together, with a GPU each. The same object at every call.
 
@@ -50,12 +50,6 @@ def world() -> Nccl:
     ImportError if CuPy, libnccl or MPI is missing. RuntimeError without a GPU. ValueError for two
     processes on one GPU, and for a variable of torchrun that is missing.
     """
-    if not _worlds:
-        _worlds.append(_found())
-    return _worlds[0]
-
-
-def _found() -> Nccl:
     _library()  # before anything is started
     if by_mpi() or os.environ.get("WORLD_SIZE", "1") == "1":
         return Nccl(found_world())

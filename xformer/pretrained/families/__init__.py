@@ -1,4 +1,7 @@
-"""Families of models, one a file: how to read and write each `model_type` of a config.json."""
+"""Families of models: how to read and write each `model_type` of a config.json.
+
+A file has a family, or a few near relatives.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,29 @@ from typing import Any
 
 from xformer.pretrained.family import Family
 
-# The families whose files have their names, each with one `FAMILY`.
+# The files with one family, called `FAMILY`, which has the file's name.
 _FILES = (
-    *("albert", "bert", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "distilbert", "electra"),
-    *("gemma2", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral"),
-    *("modernbert", "mpnet", "nomic_bert", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe"),
-    *("qwen3", "qwen3_moe", "roberta", "smollm3", "starcoder2", "t5"),
+    *("albert", "bert", "distilbert", "electra", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama"),
+    *("modernbert", "mpnet", "nomic_bert", "phi3", "roberta", "smollm3", "starcoder2", "t5"),
 )
+# The files with several, which have the names of their `model_type` in capitals.
+_RELATIVES = {
+    "cohere": ("cohere", "cohere2"),
+    "deepseek": ("deepseek_v2", "deepseek_v3"),
+    "gemma": ("gemma2", "gemma3_text"),
+    "mistral": ("mistral", "mixtral"),
+    "olmo": ("olmo2", "olmo3", "olmoe"),
+    "qwen": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    "roberta": ("camembert", "xlm-roberta"),
+}
 _ATTRIBUTES = {name: f"{name}.FAMILY" for name in _FILES} | {
-    "camembert": "roberta.CAMEMBERT",
-    "gemma3_text": "gemma3.FAMILY",
     "llama2.c": "llama2c.FAMILY",
     "nn.Transformer": "torch_nn.TRANSFORMER",
     "nn.TransformerEncoder": "torch_nn.ENCODER",
     "qwen3_5_text": "qwen3_5.FAMILY",
-    "xlm-roberta": "roberta.XLM_ROBERTA",
 }
+for _file, _names in _RELATIVES.items():
+    _ATTRIBUTES |= {name: f"{_file}.{name.upper().replace('-', '_')}" for name in _names}
 
 
 class _Families(Mapping[str, Family]):

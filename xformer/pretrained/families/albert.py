@@ -7,15 +7,11 @@ from dataclasses import replace
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert
-from xformer.pretrained.family import Family, encoder_heads
 from xformer.pretrained.names import Links, attention, linear, norm
 
 
 def build(c: Config, head: str) -> LanguageModel:
-    """Return the model of a configuration.
-
-    head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head
-    """
+    """Return the model of a configuration. head: one of `FAMILY.heads`."""
     c.only("inner_group_num", 1)
     c.ignore("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks")
     config = bert.block(c, act="gelu_new", dropout=0.0, sizes=(4096, 64, 16384))
@@ -52,16 +48,6 @@ def links(model: LanguageModel) -> Links:
     yield from bert.head_links(model, masked, ("albert.pooler", "classifier"), "albert.pooler")
 
 
-FAMILY = Family(
-    heads=encoder_heads("Albert"),
-    build=build,
-    links=links,
-    prefix="albert.",
-    tied={
-        "predictions.decoder.weight": "albert.embeddings.word_embeddings.weight",
-        "predictions.decoder.bias": "predictions.bias",
-    },
-    buffers=bert.FAMILY.buffers,
-    # The sentence-order head of ALBERT's pretraining, and the pooler that it reads.
-    unused=(r"sop_classifier\..*", r"albert\.pooler\..*"),
-)
+# The sentence-order head of ALBERT's pretraining, and the pooler that it reads.
+UNUSED = (r"sop_classifier\..*", r"albert\.pooler\..*")
+FAMILY = bert.family("Albert", "albert", "predictions", build, links, unused=UNUSED)

@@ -10,12 +10,11 @@ from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, activation, embedding, encoder_heads, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm, same
 
+BUFFERS = (r".*embeddings\.position_ids", r".*embeddings\.token_type_ids")
+
 
 def build(c: Config, head: str) -> LanguageModel:
-    """Return the model of a configuration.
-
-    head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head
-    """
+    """Return the model of a configuration. head: one of `FAMILY.heads`."""
     # Keys of Google's Chinese and multilingual models; nothing reads them.
     unread = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head")
     c.ignore(*(f"pooler_{key}" for key in unread))
@@ -174,16 +173,19 @@ def embed_links(theirs: str) -> Links:
     yield from norm(f"{theirs}.LayerNorm", "embed.norm")
 
 
-FAMILY = Family(
-    heads=encoder_heads("Bert"),
-    build=build,
-    links=links,
-    prefix="bert.",
-    tied={
-        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    },
-    buffers=(r".*embeddings\.position_ids", r".*embeddings\.token_type_ids"),
-    # The sentence-pair head of BERT's pretraining, and the pooler that it reads.
-    unused=(r"cls\.seq_relationship\..*", r"bert\.pooler\..*"),
-)
+def family(name: str, prefix: str, head: str, build: Any, links: Any, **more: Any) -> Family:
+    """Return the family of an encoder whose architectures begin with `name`.
+
+    prefix: of all tensors except the head's
+    head: the prefix of the bias of a masked LM, and of a decoder, which repeats bias and table
+    more: further fields of `Family`
+    """
+    table = f"{prefix}.embeddings.word_embeddings.weight"
+    tied = {f"{head}.decoder.weight": table, f"{head}.decoder.bias": f"{head}.bias"}
+    fields: Any = {"prefix": f"{prefix}.", "tied": tied, "buffers": BUFFERS}
+    return Family(encoder_heads(name), build, links, **fields | more)
+
+
+# The sentence-pair head of BERT's pretraining, and the pooler that it reads.
+UNUSED = (r"cls\.seq_relationship\..*", r"bert\.pooler\..*")
+FAMILY = family("Bert", "bert", "cls.predictions", build, links, unused=UNUSED)

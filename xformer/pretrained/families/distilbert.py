@@ -15,11 +15,7 @@ EPS = 1e-12
 
 
 def build(c: Config, head: str) -> LanguageModel:
-    """Return the model of a configuration.
-
-    head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head or
-        pooler
-    """
+    """Return the model of a configuration. head: one of `FAMILY.heads`."""
     if head == "masked-lm":
         c.only("tie_word_embeddings", True)
     c.ignore("tie_weights_", "tie_word_embeddings", "qa_dropout")

@@ -10,11 +10,7 @@ from xformer.pretrained.names import Links, linear
 
 
 def build(c: Config, head: str) -> LanguageModel:
-    """Return the model of a configuration.
-
-    head: "masked-lm" (the generator), "discriminator", "classifier", "token_classifier", or
-        "hidden", a model without a head or pooler
-    """
+    """Return the model of a configuration. head: one of `FAMILY.heads`."""
     summary = ("activation", "first_dropout", "last_dropout", "proj_to_labels", "type", "use_proj")
     c.ignore(*(f"summary_{key}" for key in summary))  # of multiple choice
     config = bert.block(c, sizes=(256, 4, 1024))
@@ -50,5 +46,5 @@ FAMILY = Family(
     links=links,
     prefix="electra.",
     tied={"generator_lm_head.weight": "electra.embeddings.word_embeddings.weight"},
-    buffers=bert.FAMILY.buffers,
+    buffers=bert.BUFFERS,
 )

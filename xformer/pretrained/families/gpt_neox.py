@@ -35,8 +35,7 @@ def build(c: Config, head: str) -> LanguageModel:
         dropout=rate(c, "hidden_dropout", 0.0),
     )
     embed = embedding(c, attn.d_model, 50432, dropout=block.dropout)
-    max_len = c.integer("max_position_embeddings", low=1, default=2048)
-    turned = rope(c, width=attn.head_width, max_len=max_len, share=0.25, names=ROTARY)
+    turned = rope(c, width=attn.head_width, max_len=2048, share=0.25, names=ROTARY)
     top = decoder_head(c, head, tied=c.flag("tie_word_embeddings", default=False))
     return LanguageModel(embed, (block,) * layers(c, default=44), rotary=turned, head=top)
 

@@ -6,7 +6,7 @@ from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import llama
-from xformer.pretrained.families.mixtral import ALIASES, balancing
+from xformer.pretrained.families.mistral import ALIASES, balancing
 from xformer.pretrained.names import Link, Links, same
 from xformer.pretrained.rope import rope
 
@@ -45,14 +45,12 @@ def build(c: Config, head: str) -> LanguageModel:
         ffn=mixture,
     )
     sizes = llama.windows(c, llama.window(c, default=128), lambda i: i % 2 == 0)
-    max_len = c.integer("max_position_embeddings", low=1, default=131072)
     width = config.attn.head_width
     return llama.decoder(
         c,
         head,
         llama.windowed(config, sizes),
-        max_len=max_len,
-        rotary=rope(c, width=width, max_len=max_len, theta=150000.0, default=YARN),
+        rotary=rope(c, width=width, max_len=131072, theta=150000.0, default=YARN),
         load_balancing_weight=balancing(c, head),
     )
 

@@ -12,13 +12,14 @@ from xformer.layers import (
     ExpertsConfig,
     FeedForwardConfig,
     NormConfig,
+    RopeConfig,
 )
 from xformer.layers.rope_by_layer import Rotary
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, activation, decoder_head, embedding, layers, rate
 from xformer.pretrained.names import Links, attention, linear, norm, same
-from xformer.pretrained.rope import rope
+from xformer.pretrained.rope import rope, rope_by_type
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -105,14 +106,14 @@ def decoder(
     """Return a decoder of `blocks`.
 
     head: the head, as in `Family.heads`
-    max_len, theta, tied: the family's values if the configuration has no such key
+    max_len, theta, tied: the family's values if the configuration has no such key; without
+        `rotary`, which has the first two
     rotary: the RoPE of the layers; None: `rope` of the configuration for all layers, with heads
         that are rotated whole
     embed_scale, embed_dropout: of the embedding
     logit_scale, softcap: of the logits
     options: further options of `LanguageModel`
     """
-    max_len = c.integer("max_position_embeddings", low=1, default=max_len)
     embed = embedding(c, blocks[0].d_model, scale=embed_scale, dropout=embed_dropout)
     if rotary is None:
         rotary = rope(c, width=blocks[0].attn.head_width, max_len=max_len, theta=theta)
@@ -146,6 +147,27 @@ def windows(
     if any(slides) and sliding is None:
         raise c.refused("layer_types", "full_attention where there is no sliding window")
     return tuple(sliding if is_sliding else None for is_sliding in slides)
+
+
+def rope_by_window(
+    c: Config,
+    config: BlockConfig,
+    sizes: tuple[Any, ...],
+    max_len: int,
+    *,
+    full: tuple[str, float],
+    sliding: tuple[str, float],
+    scaled: Collection[str] = (FULL,),
+) -> tuple[RopeConfig, ...]:
+    """Return the RoPE of each layer, whose base depends on whether it has a window.
+
+    full, sliding: the key of the base outside the parameters, and the family's default
+    scaled: of `rope_by_type`
+    """
+    names, thetas = ({FULL: f, SLIDING: s} for f, s in zip(full, sliding, strict=True))
+    width = config.attn.head_width
+    ropes = rope_by_type(c, width=width, max_len=max_len, thetas=thetas, names=names, scaled=scaled)
+    return tuple(ropes[FULL if size is None else SLIDING] for size in sizes)
 
 
 def windowed(config: BlockConfig, sizes: tuple[Any, ...]) -> tuple[BlockConfig, ...]:

@@ -11,7 +11,6 @@ from xformer.pretrained.config import Config
 from xformer.pretrained.families import llama
 from xformer.pretrained.family import Family, activation, embedding, encoder_heads, layers, rate
 from xformer.pretrained.names import Link, Links, fused, linear, norm, same
-from xformer.pretrained.rope import rope_by_type
 
 POOLINGS = {"cls": "first", "mean": "mean"}  # classifier_pooling -> Classifier.token
 
@@ -35,21 +34,15 @@ def build(c: Config, head: str) -> LanguageModel:
     each = c.integer("global_attn_every_n_layers", low=1, default=3)
     sizes = llama.windows(c, (half, half), lambda i: i % each != 0, n_layers)
     first, *others = llama.windowed(config, sizes)
-    ropes = rope_by_type(
-        c,
-        width=config.attn.head_width,
-        max_len=c.integer("max_position_embeddings", low=1, default=8192),
-        thetas={llama.FULL: 160_000.0, llama.SLIDING: 10_000.0},
-        names={llama.FULL: "global_rope_theta", llama.SLIDING: "local_rope_theta"},
-        scaled=(llama.FULL, llama.SLIDING),
-    )
+    full, sliding = ("global_rope_theta", 160_000.0), ("local_rope_theta", 10_000.0)
+    ropes: Any = {"full": full, "sliding": sliding, "scaled": (llama.FULL, llama.SLIDING)}
     dropout = rate(c, "embedding_dropout", 0.0)
     embed = embedding(c, config.d_model, 50368, norm=config.norm, dropout=dropout)
     return LanguageModel(
         embed,
         (replace(first, attn_norm=False), *others),
         causal=False,
-        rotary=tuple(ropes[llama.FULL if size is None else llama.SLIDING] for size in sizes),
+        rotary=llama.rope_by_window(c, config, sizes, 8192, **ropes),
         head=head_of(c, head, config.norm),
     )
 

@@ -8,15 +8,11 @@ from xformer.layers import RelativeConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert, roberta
-from xformer.pretrained.family import Family, encoder_heads
 from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
 def build(c: Config, head: str) -> LanguageModel:
-    """Return the model of a configuration.
-
-    head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head
-    """
+    """Return the model of a configuration. head: one of `FAMILY.heads`."""
     config = bert.block(c)
     key = "hidden_dropout_prob"
     top = bert.head_of(c, head, config, act="gelu", key=key, dense="tanh", bare=bert.pooler(c))
@@ -40,15 +36,5 @@ def links(model: LanguageModel) -> Links:
     yield from roberta.head_links(model, "mpnet")
 
 
-FAMILY = Family(
-    heads=encoder_heads("MPNet"),
-    build=build,
-    links=links,
-    prefix="mpnet.",
-    tied={
-        "lm_head.decoder.weight": "mpnet.embeddings.word_embeddings.weight",
-        "lm_head.decoder.bias": "lm_head.bias",
-    },
-    buffers=bert.FAMILY.buffers,
-    unused=(r"mpnet\.pooler\..*",),
-)
+UNUSED = (r"mpnet\.pooler\..*",)
+FAMILY = bert.family("MPNet", "mpnet", "lm_head", build, links, unused=UNUSED)

@@ -9,7 +9,6 @@ from xformer.layers import FeedForwardConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert
-from xformer.pretrained.family import Family, encoder_heads
 from xformer.pretrained.names import Links, attention, fused, linear, norm, same
 from xformer.pretrained.rope import rope
 
@@ -27,11 +26,7 @@ ORIGINAL: dict[str, Any] = {
 
 
 def build(c: Config, head: str) -> LanguageModel:
-    """Return the model of a configuration.
-
-    head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head or
-        pooler
-    """
+    """Return the model of a configuration. head: one of `FAMILY.heads`."""
     plain = bert.block(c, act="silu", dropout=0.0)
     attn: Any = plain.attn
     d_head = c.integer("head_dim", low=1, default=None)
@@ -40,8 +35,7 @@ def build(c: Config, head: str) -> LanguageModel:
         attn=replace(attn, d_head=d_head, bias=False),
         ffn=FeedForwardConfig(plain.ffn.d_ff, plain.ffn.activation, gated=True, bias=False),
     )
-    max_len = c.integer("max_position_embeddings", low=1, default=2048)
-    turned = rope(c, width=config.attn.head_width, max_len=max_len, theta=THETA)
+    turned = rope(c, width=config.attn.head_width, max_len=2048, theta=THETA)
     own = {
         "layer_norm_epsilon": config.norm.eps,
         "n_head": config.attn.n_heads,
@@ -88,16 +82,13 @@ def links_in_memory(model: LanguageModel) -> Links:
         yield from norm(f"{theirs}.post_mlp_layernorm", f"{ours}.ffn_norm")
 
 
-FAMILY = Family(
-    heads=encoder_heads("NomicBert"),
-    build=build,
-    links=links,
+FAMILY = bert.family(
+    "NomicBert",
+    "nomic_bert",
+    "cls.predictions",
+    build,
+    links,
     in_memory=links_in_memory,
-    prefix="nomic_bert.",
-    tied={
-        "cls.predictions.decoder.weight": "nomic_bert.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    },
-    buffers=(*bert.FAMILY.buffers, r".*rotary_emb\.(original_)?inv_freq"),
+    buffers=(*bert.BUFFERS, r".*rotary_emb\.(original_)?inv_freq"),
     unused=(r"(nomic_bert\.)?pooler\..*",),
 )

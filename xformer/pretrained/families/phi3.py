@@ -23,10 +23,9 @@ def build(c: Config, head: str) -> LanguageModel:
     config = replace(
         llama.block(c, eps=1e-5, window=llama.window(c)), dropout=rate(c, "resid_pdrop", 0.0)
     )
-    max_len = c.integer("max_position_embeddings", low=1, default=MAX_LEN)
     width = config.attn.head_width
-    turned = rope(c, width=width, max_len=max_len, share=1.0, original=MAX_LEN, types=TYPES)
-    return llama.decoder(c, head, (config,) * layers(c), max_len=MAX_LEN, rotary=turned)
+    turned = rope(c, width=width, max_len=MAX_LEN, share=1.0, original=MAX_LEN, types=TYPES)
+    return llama.decoder(c, head, (config,) * layers(c), rotary=turned)
 
 
 def layer_links(theirs: str, ours: str, config: BlockConfig) -> Links:

@@ -34,15 +34,12 @@ def build(c: Config, head: str) -> LanguageModel:
     )
     kinds = _kinds(c)
     blocks = {llama.FULL: config, LINEAR: replace(config, attn=_delta_net(c))}
-    max_len = c.integer("max_position_embeddings", low=1, default=32768)
     for name in ("rope_parameters", "rope_scaling"):
         if (part := c.sub(name)) is not None:
             part.ignore(*MROPE)
-    turned = rope(c, width=config.attn.head_width, max_len=max_len, share=0.25)
+    turned = rope(c, width=config.attn.head_width, max_len=32768, share=0.25)
     rotary = tuple(turned if kind == llama.FULL else None for kind in kinds)
-    return llama.decoder(
-        c, head, tuple(blocks[kind] for kind in kinds), rotary=rotary, max_len=max_len
-    )
+    return llama.decoder(c, head, tuple(blocks[kind] for kind in kinds), rotary=rotary)
 
 
 def _kinds(c: Config) -> tuple[str, ...]:

@@ -11,16 +11,12 @@ from functools import partial
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert
-from xformer.pretrained.family import Family, encoder_heads
+from xformer.pretrained.family import Family
 from xformer.pretrained.names import Links
 
 
 def build(c: Config, head: str, *, vocab_size: int) -> LanguageModel:
-    """Return the model of a configuration.
-
-    head: "masked-lm", "classifier", "token_classifier", or "hidden", a model without a head
-    vocab_size: the family's default
-    """
+    """Return the model of a configuration. vocab_size: the family's default."""
     config = bert.block(c)
     top = bert.head_of(c, head, config, act="gelu", dense="tanh", bare=bert.pooler(c))
     offset = c.integer("pad_token_id", default=1) + 1
@@ -41,22 +37,9 @@ def head_links(model: LanguageModel, name: str) -> Links:
 
 
 def family(name: str, *, vocab_size: int) -> Family:
-    """Return the family whose architectures have names that begin with `name`.
-
-    vocab_size: its default
-    """
-    return Family(
-        heads=encoder_heads(name),
-        build=partial(build, vocab_size=vocab_size),
-        links=links,
-        prefix="roberta.",
-        tied={
-            "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
-            "lm_head.decoder.bias": "lm_head.bias",
-        },
-        buffers=bert.FAMILY.buffers,
-        unused=(r"roberta\.pooler\..*",),
-    )
+    """Return the family whose architectures begin with `name`. vocab_size: its default."""
+    make = partial(build, vocab_size=vocab_size)
+    return bert.family(name, "roberta", "lm_head", make, links, unused=(r"roberta\.pooler\..*",))
 
 
 FAMILY = family("Roberta", vocab_size=50265)

@@ -1,4 +1,7 @@
-"""DeepSeek-V2 (arXiv:2405.04434): latent attention, and experts beside shared ones."""
+"""DeepSeek-V2 (arXiv:2405.04434), and DeepSeek-V3 and R1 (arXiv:2412.19437).
+
+They have latent attention, and experts beside shared ones.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from xformer.layers import BlockConfig, ExpertsConfig, LatentAttentionConfig, No
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import llama
-from xformer.pretrained.families.mixtral import links_in_memory, mixture_links
-from xformer.pretrained.families.qwen2_moe import PARTS
+from xformer.pretrained.families.mistral import links_in_memory, mixture_links
+from xformer.pretrained.families.qwen import PARTS
 from xformer.pretrained.family import activation, layers, rate
 from xformer.pretrained.names import Links, linear, norm, same
 from xformer.pretrained.rope import rope
@@ -19,8 +22,8 @@ from xformer.pretrained.rope import rope
 THETA = 10000.0
 
 
-def build(c: Config, head: str) -> LanguageModel:
-    """Return the model of a configuration."""
+def build_v2(c: Config, head: str) -> LanguageModel:
+    """Return a DeepSeek-V2."""
     c.only("norm_topk_prob", False)  # transformers has it, and does not normalise
     c.only("mlp_bias", False)
     c.unread("scoring_func", "softmax")
@@ -44,6 +47,30 @@ def build(c: Config, head: str) -> LanguageModel:
         **groups,
     )
     return model(c, head, config, n_dense=0, max_len=2048)
+
+
+def build_v3(c: Config, head: str) -> LanguageModel:
+    """Return a DeepSeek-V3: V2 with a router whose load is balanced without a loss."""
+    c.ignore("num_nextn_predict_layers")  # the layers that predict later tokens are left out
+    c.unread("scoring_func", "sigmoid")
+    c.unread("topk_method", "noaux_tc")
+    n_groups = c.integer("n_group", low=1, high=1024, default=8)
+    config = mixture(
+        c,
+        n_experts=256,
+        n_shared=1,
+        d_ff=2048,
+        top_k=8,
+        normalise=c.flag("norm_topk_prob", default=True),
+        score="sigmoid",
+        correction=True,
+        weight_scale=c.number("routed_scaling_factor", default=2.5),
+        n_groups=n_groups,
+        top_groups=c.integer("topk_group", low=1, high=1024, default=4),
+        group_top=2 if n_groups > 1 else 1,
+    )
+    interleaved = c.flag("rope_interleave", default=True)
+    return model(c, head, config, n_dense=3, max_len=4096, interleaved=interleaved)
 
 
 def mixture(
@@ -84,7 +111,6 @@ def model(
     c.unread("ep_size", 1)
     c.unread("moe_layer_freq", 1)
     c.ignore("aux_loss_alpha", "seq_aux")  # of the loss in DeepSeek's own training
-    max_len = c.integer("max_position_embeddings", low=1, default=max_len)
     d_rope = c.integer("qk_rope_head_dim", low=2, default=64)
     c.ignore("head_dim")  # RoPE of transformers reads it, and null means another width there
     if c.data.get("head_dim", d_rope) != d_rope:
@@ -96,7 +122,7 @@ def model(
     eps = NormConfig("rms", c.number("rms_norm_eps", low=0, default=1e-6))
     dense, sparse = (BlockConfig(attn, ffn, eps) for ffn in (llama.gated(c), config))
     blocks = tuple(dense if i < n_dense else sparse for i in range(layers(c)))
-    return llama.decoder(c, head, blocks, max_len=max_len, rotary=rotary)
+    return llama.decoder(c, head, blocks, rotary=rotary)
 
 
 def attention(c: Config, rotary: RopeConfig) -> LatentAttentionConfig:
@@ -147,5 +173,21 @@ def attention_links(theirs: str, ours: str) -> Links:
     yield from norm(f"{theirs}.kv_a_layernorm", f"{ours}.kv.norm")
 
 
-ALIASES = {"num_experts": "n_routed_experts"}
-FAMILY = llama.family("DeepseekV2", build, layer_links, in_memory=links_in_memory, aliases=ALIASES)
+DEEPSEEK_V2 = llama.family(
+    "DeepseekV2",
+    build_v2,
+    layer_links,
+    in_memory=links_in_memory,
+    aliases={"num_experts": "n_routed_experts"},
+)
+DEEPSEEK_V3 = llama.family(
+    "DeepseekV3",
+    build_v3,
+    layer_links,
+    in_memory=links_in_memory,
+    aliases={
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+    unused=(r"(model\.)?layers\.61\..*",),  # of V3, which predict the token after the next one
+)

@@ -1,10 +1,11 @@
-"""Gemma 2 (arXiv:2408.00118)."""
+"""Gemma 2 (arXiv:2408.00118), Gemma 3 for text (2503.19786), EmbeddingGemma (2509.20354)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from xformer.layers import BlockConfig
+from xformer.layers.kv_cache import Window
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import llama
@@ -12,8 +13,8 @@ from xformer.pretrained.family import activation
 from xformer.pretrained.names import Links, norm
 
 
-def build(c: Config, head: str) -> LanguageModel:
-    """Return the model of a configuration. By default layers 0, 2, 4, ... have a sliding window."""
+def build_2(c: Config, head: str) -> LanguageModel:
+    """Return a Gemma 2. By default layers 0, 2, 4, ... have a sliding window."""
     c.only("use_bidirectional_attention", False)
     c.ignore("hidden_act", "cache_implementation")  # hidden_activation is used instead
     cap = c.number("attn_logit_softcapping", low=1e-9, default=50.0, null=None)
@@ -28,6 +29,37 @@ def build(c: Config, head: str) -> LanguageModel:
         tied=True,
         embed_scale=config.d_model**0.5,
         softcap=c.number("final_logit_softcapping", low=1e-9, default=30.0, null=None),
+    )
+
+
+def build_3(c: Config, head: str) -> LanguageModel:
+    """Return a Gemma 3 or an EmbeddingGemma.
+
+    By default each sixth layer attends to all tokens, and the others have a sliding window and
+    RoPE of another base. With `use_bidirectional_attention` (EmbeddingGemma) the model is an
+    encoder, whose windows have half the size on both sides of the query.
+    """
+    config = block_of(c, qk_norm="head")
+    c.only("attn_logit_softcapping", None)  # transformers has the key, but does not use it
+    bidirectional = c.flag("use_bidirectional_attention", default=False)
+    causal_window = llama.window(c, default=4096)
+    local: Window | None = causal_window
+    if bidirectional and causal_window is not None:
+        half = (causal_window[0] + 1) // 2
+        local = half, half
+    each = c.integer("sliding_window_pattern", low=1, default=6)
+    c.unread("_sliding_window_pattern", each)
+    sizes = llama.windows(c, local, lambda i: (i + 1) % each != 0)
+    bases: Any = {"full": ("rope_theta", 1e6), "sliding": ("rope_local_base_freq", 1e4)}
+    return llama.decoder(
+        c,
+        head,
+        llama.windowed(config, sizes),
+        tied=True,
+        embed_scale=config.d_model**0.5,
+        softcap=c.number("final_logit_softcapping", low=1e-9, default=None),
+        rotary=llama.rope_by_window(c, config, sizes, 131072, **bases),
+        causal=not bidirectional,
     )
 
 
@@ -59,4 +91,11 @@ def layer_links(theirs: str, ours: str, config: BlockConfig) -> Links:
     yield from norm(f"{theirs}.post_feedforward_layernorm", f"{ours}.ffn_out_norm")
 
 
-FAMILY = llama.family("Gemma2", build, layer_links)
+GEMMA2 = llama.family("Gemma2", build_2, layer_links)
+GEMMA3_TEXT = llama.family("Gemma3Text", build_3, layer_links)._replace(
+    heads={
+        "Gemma3ForCausalLM": "lm",
+        "Gemma3TextForSequenceClassification": "classifier",
+        "Gemma3TextModel": "hidden",
+    }
+)
