@@ -184,7 +184,7 @@ class EncoderDecoder:
         """
         require_params("EncoderDecoder", params, EncoderDecoderParams)
         own = LanguageModelParams(params.src_embed, params.encoder, None)
-        context = Context(self._source.is_token(src, src_mask), dropout_key=dropout_key)
+        context = Context(src_mask, dropout_key=dropout_key)
         encoded, cache = self._source.run(own, src, SideInputs(), context)
         return encoded, saved(EncodeCache(*cache))
 
@@ -226,8 +226,7 @@ class EncoderDecoder:
         own = self._target_params(params)
         (memory, memory_pos), (src_mask, tgt_mask) = encoded, masks
         side = SideInputs(memory, memory_pos=memory_pos)
-        is_token = self._target.is_token(tgt, tgt_mask)
-        context = Context(is_token, True, src_mask, dropout_key=dropout_key)
+        context = Context(tgt_mask, True, src_mask, dropout_key=dropout_key)
         (x, _), cache = self._target.run(own, tgt, side, context)
         y, head_cache = top(x, own.head, None if own.embed is None else own.embed.table)
         return y, saved(DecodeCache(*cache, head_cache))
@@ -419,17 +418,19 @@ class _Part(LanguageModel):
     ) -> tuple[tuple[Array, Array | None], HiddenCache]:
         """The hidden states (B, T, D) of x, and its positions if the heads need them.
 
-        context.mask, memory_mask: (B, T) and (B, S), True = a token, False = padding
+        context.mask, memory_mask: (B, T) and (B, S), True = a token, False = padding; without a
+            mask, tokens are by pad_id
         """
         self._require_stack(params)
         keys = dropout_streams(context.dropout_key, len(self.blocks))
-        (x, pos), embed_cache = embedded(
+        (y, pos), embed_cache = embedded(
             "EncoderDecoder", self.sequence, x, params.embed, self.embed, dropout_key=keys[0]
         )
-        mask = key_mask("EncoderDecoder", f"{self.sequence}_mask", context.mask, x)
+        is_token = self.is_token(x, context.mask)
+        mask = key_mask("EncoderDecoder", f"{self.sequence}_mask", is_token, x)
         memory_mask = key_mask("EncoderDecoder", "src_mask", context.memory_mask, side.memory)
         y, stack_cache = stack(
-            x,
+            y,
             params.stack,
             side._replace(pos=pos),
             configs=self.blocks,
