@@ -188,7 +188,9 @@ def test_targets_in_fixed_columns(library: Backend, name: str) -> None:
     with pytest.raises(ValueError, match=r"preallocate: n must be at least the 5 tokens there are"):
         state.preallocate(4)
     if model.context is not None:
-        with pytest.raises(ValueError, match=f"at most {model.context} tokens fit max_len"):
+        with pytest.raises(
+            ValueError, match=f"at most {model.context} tokens fit the model's context"
+        ):
             model.decode(params, tokens[:, :1], state.preallocate(model.context + 1))
 
 

@@ -169,7 +169,7 @@ def largest(model: Any, max_len: int | None, sizes: Mapping[str, int] | None) ->
         embeds = {"length": model.embed}
     result = {"batch": BATCH}
     for name, embed in embeds.items():
-        limit = None if embed is None or embed.max_len is None else embed.max_len - embed.offset
+        limit = None if embed is None else embed.context
         if max_len is not None:
             (max_len,) = require_sizes("onnx", 1, max_len=max_len)
             if limit is not None and max_len > limit:

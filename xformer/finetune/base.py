@@ -147,7 +147,7 @@ def context_of(model: Any) -> int | None:
         context: int | None = getattr(model, "context", None)
         return context
     embeds = [embed for embed in (model.src_embed, model.target_embed) if embed is not None]
-    return min((e.max_len - e.offset for e in embeds if e.max_len is not None), default=None)
+    return min((e.context for e in embeds if e.context is not None), default=None)
 
 
 def require(model: Any, wanted: str, fits: bool) -> None:

@@ -20,7 +20,6 @@ from xformer.generation.samplers import Ids
 from xformer.layers.recurrent_state import is_recurrent
 from xformer.layers.rope_by_layer import max_unscaled_len
 from xformer.models import EncoderDecoder
-from xformer.models.encoder_decoder import EncoderDecoderState
 from xformer.ops.greedy import greedy
 
 LEAST = 256  # least slots of a KV cache, so that most texts use the same program
@@ -218,7 +217,7 @@ def _parted(state: Any) -> tuple[Any, Any]:
 
     The source is padded to few lengths; it is None for a language model.
     """
-    if not isinstance(state, EncoderDecoderState):
+    if not state.memory:
         return None, state
     wide = state.wider(bucket(state.memory[0].k.shape[2]))
     return (wide.memory, wide.src_mask), state._replace(memory=(), src_mask=None)

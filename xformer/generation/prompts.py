@@ -12,7 +12,6 @@ from xformer.layers.attention import KeyValue
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.rope_by_layer import max_unscaled_len
 from xformer.models import EncoderDecoder, LanguageModel
-from xformer.models.encoder_decoder import EncoderDecoderState
 from xformer.models.state import DecodeState
 
 KEPT = 8  # models whose programs are kept
@@ -49,7 +48,7 @@ def read_by_program(
 
 def encode_by_program(
     model: EncoderDecoder, params: Any, sources: Array, mask: Array | None
-) -> EncoderDecoderState | None:
+) -> DecodeState | None:
     """The state of `EncoderDecoder.init_state` for sources (B, S), by a compiled program.
 
     mask: (B, S), True = a token, False = padding; None: no padding
@@ -65,10 +64,7 @@ def encode_by_program(
     if model.src_embed is None or not records(params):
         return None
     size, length = sources.shape
-    config = model.src_embed
-    n_slots = bucket(length)
-    if config.max_len is not None:
-        n_slots = min(n_slots, config.max_len - config.offset)
+    n_slots = min(bucket(length), model.src_embed.context or bucket(length))
     if n_slots < length:  # `init_state` says so
         return None
     xp, n = array_namespace(sources), n_slots - length
@@ -80,7 +76,7 @@ def encode_by_program(
     n_layers = len(model.decoder)
     if model.shared_memory:
         memory *= n_layers
-    return EncoderDecoderState((KVCache(),) * n_layers, memory, mask)
+    return DecodeState((KVCache(),) * n_layers, memory=memory, src_mask=mask)
 
 
 @lru_cache(KEPT)

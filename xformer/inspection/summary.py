@@ -172,7 +172,7 @@ def context(model: Any) -> int | None:
 def _positions(model: Any) -> int | None:
     """The longest sequence that the position embeddings support; None if there is no limit."""
     embeds = [getattr(model, name, None) for name in ("embed", "src_embed", "tgt_embed")]
-    limits = [e.max_len - e.offset for e in embeds if e is not None and e.max_len is not None]
+    limits = [e.context for e in embeds if e is not None and e.context is not None]
     return min(limits, default=None)
 
 

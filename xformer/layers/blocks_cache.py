@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xformer.base import tree
 from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch.grad_callback import Ready, report
 from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.kv_cache import KVCache
-from xformer.layers.protocol import SideInputs
+from xformer.layers.protocol import SideInputs, plus
 
 
 @short
@@ -51,7 +50,7 @@ class BlocksCache(NamedTuple):
                 dmemories.append(of_layer.memory)
                 of_layer = of_layer._replace(memory=None)
             which = self.order[i]
-            dparams[which] = dblock if dparams[which] is None else add(dparams[which], dblock)
+            dparams[which] = plus(dparams[which], dblock)
             report_block(ready, self.order, i, dparams)
             dside = dside.plus(of_layer)
         if self.own_memory:
@@ -75,8 +74,3 @@ def order_of(params: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) ->
             f"them, got {n_blocks}"
         )
     return tuple(i // (n_layers // n_blocks) for i in range(n_layers))
-
-
-def add(a: Any, b: Any) -> Any:
-    """The sum of two trees, leaf by leaf."""
-    return tree.map(lambda x, y: x + y, a, b)

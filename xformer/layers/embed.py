@@ -127,6 +127,11 @@ class EmbedConfig:
         return 0 if self.max_len is None else self.max_len
 
     @property
+    def context(self) -> int | None:
+        """The most tokens of a sequence; None if only memory limits it."""
+        return None if self.max_len is None else self.max_len - self.offset
+
+    @property
     def projects(self) -> bool:
         """Whether there is a projection."""
         return self.joined_width != self.d_model if self.project is None else self.project

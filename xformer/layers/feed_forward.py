@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.base import tree
 from xformer.base.namespace import array_namespace
 from xformer.base.printing import short
 from xformer.base.typing import Array
@@ -17,7 +16,7 @@ from xformer.dispatch.checks import number, plain_numbers, require_gradient, req
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig
-from xformer.layers.protocol import Context, LayerConfig, SideInputs, rate
+from xformer.layers.protocol import Context, LayerConfig, SideInputs, plus, rate
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.ops.barrier import barrier
 
@@ -199,7 +198,7 @@ class ChunkedCache(NamedTuple):
             part, _, _ = barrier(x[..., chunk, :], memory=None, key=None, dy=dpart)
             dx, more = self.again(part).backward(dpart)  # frees the cache before the next chunk
             parts.append(dx)
-            dparams = more if dparams is None else tree.map(lambda a, b: a + b, dparams, more)
+            dparams = plus(dparams, more)
         return array_namespace(dy).concat(parts, axis=-2), dparams
 
     def again(self, part: Array) -> Any:

@@ -66,7 +66,7 @@ class SideInputs(NamedTuple):
 
     def plus(self, other: SideInputs) -> SideInputs:
         """The sum of two gradients, in which None is 0."""
-        return SideInputs(*map(_sum, self, other))
+        return SideInputs(*map(plus, self, other))
 
 
 @short
@@ -120,7 +120,8 @@ def _is_of_layers(rotary: Any) -> bool:
     return isinstance(rotary, tuple | list) and not hasattr(rotary, "_fields")
 
 
-def _sum(a: Any, b: Any) -> Any:
+def plus(a: Any, b: Any) -> Any:
+    """The sum of two trees of gradients, leaf by leaf. None is 0."""
     if a is None or b is None:
         return b if a is None else a
     return tree.map(lambda x, y: x + y, a, b)

@@ -16,8 +16,8 @@ from xformer.dispatch import again, current_contexts, saved
 from xformer.dispatch.grad_callback import Ready
 from xformer.dispatch.shapes import STORED, dtype_name
 from xformer.layers.block import BlockConfig, BlockParams, block_gradients, branches_of
-from xformer.layers.blocks_cache import BlocksCache, add, order_of, report_block
-from xformer.layers.protocol import Context, SideInputs, rate
+from xformer.layers.blocks_cache import BlocksCache, order_of, report_block
+from xformer.layers.protocol import Context, SideInputs, plus, rate
 from xformer.layers.residual import BranchCache, branched
 from xformer.ops.barrier import barrier
 
@@ -146,7 +146,7 @@ class ReversibleCache(NamedTuple):
             y1, y2 = x1, x2  # the outputs of the block before
             dblock, of_layer = block_gradients(attn, ffn)
             which = network.order[i]
-            dparams[which] = dblock if dparams[which] is None else add(dparams[which], dblock)
+            dparams[which] = plus(dparams[which], dblock)
             report_block(ready, network.order, i, dparams)
             dside = dside.plus(of_layer)
         return dy1 + dy2, tuple(dparams), dside

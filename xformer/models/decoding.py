@@ -29,7 +29,7 @@ def decode(
     all_logits: bool,
 ) -> tuple[Array, DecodeState]:
     """`decode` without its checks, with the RoPE frequencies of the state."""
-    first: Any = state.kv_cache[0].k
+    first: Any = state.memory[0].k if state.memory else state.kv_cache[0].k
     if first is not None:
         require_rows(tokens, first.shape[0])
     n_keys = state.capacity if state.is_static else state.length + tokens.shape[1]
@@ -41,13 +41,14 @@ def decode(
     kv_cache = state.static_kv_cache() if state.is_static else state.kv_cache
     if model.memory_len is not None and not state.is_static:
         kv_cache = tuple(layer.last(model.memory_len) for layer in kv_cache)
+    memory_mask = None if state.src_mask is None else state.src_mask[:, None, None, :]
     bias = model._alibi(x, x.shape[1], n_keys, state.write_index)
     x, kv_cache = advance(
         x,
         params.stack,
-        SideInputs(bias=bias, pos=pos),
+        SideInputs(state.memory or None, bias, pos),
         configs=model.blocks,
-        context=Context(key_mask, rotary=rotary, kv_cache=kv_cache),
+        context=Context(key_mask, memory_mask=memory_mask, rotary=rotary, kv_cache=kv_cache),
         n_cached=state.length,
         relative_bias=model.relative_bias,
     )

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from array_api_compat import device
-
 from xformer import ops
-from xformer.base import tree
-from xformer.base.namespace import array_namespace
 from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch import inference, registry, saved
 from xformer.dispatch.backend import Backend, Generator
-from xformer.dispatch.checks import (
-    as_indices,
-    number,
-    plain_numbers,
-    require_id,
-    require_mask,
-    require_tokens,
-    require_vectors,
-)
+from xformer.dispatch.checks import as_indices, number, plain_numbers, require_id, require_tokens
 from xformer.dispatch.grad_callback import Ready, below, report
 from xformer.dispatch.shapes import require_array
 from xformer.initializers import normal, xavier_uniform
-from xformer.layers.advance import advance
-from xformer.layers.attention import KeyValue
 from xformer.layers.attention_config import AttentionConfig
 from xformer.layers.block import BlockConfig
-from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.kv_cache import KVCache, require_rows, truncated
-from xformer.layers.protocol import SITES, Context, SideInputs
+from xformer.layers.embed import EmbedConfig, EmbedParams
+from xformer.layers.protocol import SITES, Context, SideInputs, plus
 from xformer.layers.relative import RelativeConfig
 from xformer.layers.stack import (
     StackParams,
@@ -44,12 +29,19 @@ from xformer.layers.stack import (
     require_stack,
     stack,
 )
-from xformer.models.lm_head import LMHead, require_present
+from xformer.models.language_model import (
+    HiddenCache,
+    LanguageModel,
+    LanguageModelParams,
+    embedded,
+)
+from xformer.models.lm_head import LMHead, logits_of
 from xformer.models.loss import LossCache
-from xformer.models.state import DecodeState
+from xformer.models.state import DecodeState, key_mask
 from xformer.models.usage import in_short, not_called, require_params
 
 Top = Callable[[Array, Any, Any], tuple[Array, Any]]  # (x, its parameters, table) -> (y, cache)
+Masks = tuple[Array | None, Array | None]  # of the source and of the target
 
 
 @dataclass(frozen=True)
@@ -164,20 +156,7 @@ class EncoderDecoder:
             return config.init(rng, draw=partial(normal, std=config.width**-0.5))
 
         src, tgt = embedding(self.src_embed), embedding(self.tgt_embed)
-        encoder = StackParams.init(
-            rng,
-            self.encoder,
-            final_norm=self.encoder_norm,
-            relative_bias=self.encoder_relative_bias,
-        )
-        decoder = StackParams.init(
-            rng,
-            self.decoder,
-            final_norm=self.decoder_norm,
-            relative_bias=self.decoder_relative_bias,
-            cross=True,
-            shared_memory=self.shared_memory,
-        )
+        encoder, decoder = self._source.init_stack(rng), self._target.init_stack(rng)
         head = None
         if self.head is not None:
             width = self.decoder[0].d_model
@@ -203,25 +182,11 @@ class EncoderDecoder:
         src_mask: (B, S), True = a token, False = padding; None: by pad_id
         dropout_key: None: no dropout
         """
-        n_layers = len(self.encoder)
         require_params("EncoderDecoder", params, EncoderDecoderParams)
-        require_stack(
-            "encoder", "params.encoder", params.encoder, self.encoder, self.encoder_norm, n_layers
-        )
-        keys = dropout_streams(dropout_key, n_layers)
-        (x, pos), embed_cache = _embedded("src", params.src_embed, self.src_embed, src, keys[0])
-        src_mask = self._mask("src", src_mask, src, self.src_embed)
-        memory, stack_cache = stack(
-            x,
-            params.encoder,
-            SideInputs(pos=pos),
-            configs=self.encoder,
-            context=Context(_key_mask("src_mask", src_mask, src), dropout_key=keys[1]),
-            relative_bias=self.encoder_relative_bias,
-            dropout_rate=self.out_dropout,
-            activation_checkpointing=self.activation_checkpointing,
-        )
-        return (memory, pos), saved(EncodeCache(embed_cache, stack_cache))
+        own = LanguageModelParams(params.src_embed, params.encoder, None)
+        context = Context(src_mask, dropout_key=dropout_key)
+        encoded, cache = self._source.run(own, src, SideInputs(), context)
+        return encoded, saved(EncodeCache(*cache))
 
     def decode_target(
         self,
@@ -245,50 +210,26 @@ class EncoderDecoder:
         """
         if src_mask is None and self.pad_id is not None:
             raise ValueError("decode_target: a model with a pad_id needs src_mask, got None")
-        masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
-        return self._decode_target(
-            self._logits, params, memory, memory_pos, tgt, dropout_key=dropout_key, **masks
-        )
-
-    def _logits(self, x: Array, params: Any, table: Any) -> tuple[Array, Any]:
-        """The head's logits; the hidden states unchanged if there is no head."""
-        if self.head is None:
-            require_present("EncoderDecoder", "params.head", params, False)
-            return x, None
-        return self.head.forward(x, params, table)
+        top, masks = partial(logits_of, "EncoderDecoder", self.head), (src_mask, tgt_mask)
+        return self._decode_target(top, params, (memory, memory_pos), tgt, masks, dropout_key)
 
     def _decode_target(
         self,
         top: Top,
         params: EncoderDecoderParams,
-        memory: Array,
-        memory_pos: Array | None,
+        encoded: tuple[Array, Array | None],
         tgt: Array,
-        *,
-        src_mask: Array | None,
-        tgt_mask: Array | None,
+        masks: Masks,
         dropout_key: ops.RandomKey | None,
     ) -> tuple[Array, DecodeCache]:
-        """`decode_target` with `top` instead of the head."""
-        n_layers = len(self.decoder)
-        self._require_decoder(params)
-        keys = dropout_streams(dropout_key, n_layers)
-        embedding: Any = params.src_embed if self.shared_embed else params.tgt_embed
-        (x, pos), embed_cache = _embedded("tgt", embedding, self.target_embed, tgt, keys[0])
-        tgt_mask = self._mask("tgt", tgt_mask, tgt, self.target_embed)
-        masks = _key_mask("tgt_mask", tgt_mask, tgt), _key_mask("src_mask", src_mask, memory)
-        x, stack_cache = stack(
-            x,
-            params.decoder,
-            SideInputs(memory, None, pos, memory_pos),
-            configs=self.decoder,
-            context=Context(masks[0], True, masks[1], dropout_key=keys[1]),
-            relative_bias=self.decoder_relative_bias,
-            dropout_rate=self.out_dropout,
-            activation_checkpointing=self.activation_checkpointing,
-        )
-        y, head_cache = top(x, params.head, None if embedding is None else embedding.table)
-        return y, saved(DecodeCache(embed_cache, stack_cache, head_cache))
+        """`decode_target` with `top` instead of the head. encoded: as `encode` returned it."""
+        own = self._target_params(params)
+        (memory, memory_pos), (src_mask, tgt_mask) = encoded, masks
+        side = SideInputs(memory, memory_pos=memory_pos)
+        context = Context(tgt_mask, True, src_mask, dropout_key=dropout_key)
+        (x, _), cache = self._target.run(own, tgt, side, context)
+        y, head_cache = top(x, own.head, None if own.embed is None else own.embed.table)
+        return y, saved(DecodeCache(*cache, head_cache))
 
     def forward(
         self,
@@ -308,8 +249,8 @@ class EncoderDecoder:
         dropout_key: None: no dropout
         ValueError or TypeError for other arguments.
         """
-        masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
-        return self._forward(self._logits, params, src, tgt, dropout_key=dropout_key, **masks)
+        top, masks = partial(logits_of, "EncoderDecoder", self.head), (src_mask, tgt_mask)
+        return self._forward(top, params, src, tgt, masks, dropout_key)
 
     def _forward(
         self,
@@ -317,9 +258,7 @@ class EncoderDecoder:
         params: EncoderDecoderParams,
         src: Array,
         tgt: Array,
-        *,
-        src_mask: Array | None,
-        tgt_mask: Array | None,
+        masks: Masks,
         dropout_key: ops.RandomKey | None,
     ) -> tuple[Array, EncoderDecoderCache]:
         """`forward` with `top` instead of the head."""
@@ -330,51 +269,46 @@ class EncoderDecoder:
                 "EncoderDecoder: src and tgt must have one batch size, got shapes "
                 f"{tuple(src.shape)} and {tuple(tgt.shape)}"
             )
-        src_mask = self._mask("src", src_mask, src, self.src_embed)
-        (memory, memory_pos), encode_cache = self.encode(
-            params, src, src_mask=src_mask, dropout_key=dropout_key
-        )
+        masks = self._source.is_token(src, masks[0]), masks[1]
+        encoded, encode_cache = self.encode(params, src, src_mask=masks[0], dropout_key=dropout_key)
         # The encoder's blocks, embedding and output use the streams before these.
         decode_key = dropout_key and dropout_key.at(SITES * len(self.encoder) + 2)
-        y, decode_cache = self._decode_target(
-            top,
-            params,
-            memory,
-            memory_pos,
-            tgt,
-            src_mask=src_mask,
-            tgt_mask=tgt_mask,
-            dropout_key=decode_key,
-        )
+        y, decode_cache = self._decode_target(top, params, encoded, tgt, masks, decode_key)
         return y, saved(EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed))
 
-    def _mask(
-        self, name: str, mask: Array | None, x: Array, embed: EmbedConfig | None
-    ) -> Array | None:
-        """`mask`; if it is None, (B, T) with True where x is not pad_id, if there is one."""
-        if mask is not None or self.pad_id is None or embed is None:
-            return mask
-        require_tokens("EncoderDecoder", name, x)
-        return as_indices(x) != self.pad_id
+    @cached_property
+    def _source(self) -> _Part:
+        """The encoder."""
+        return self._part("encoder", self.src_embed, sequence="src", causal=False, head=None)
 
-    def _require_decoder(self, params: EncoderDecoderParams) -> None:
-        """ValueError unless params.decoder fits the configuration. TypeError for another type."""
-        require_params("EncoderDecoder", params, EncoderDecoderParams)
-        require_stack(
-            "decoder",
-            "params.decoder",
-            params.decoder,
-            self.decoder,
-            self.decoder_norm,
-            len(self.decoder),
-            cross=True,
-            shared_memory=self.shared_memory,
+    @cached_property
+    def _target(self) -> _Part:
+        """The decoder with its head."""
+        options: Any = {"head": self.head, "shared_memory": self.shared_memory}
+        return self._part("decoder", self.target_embed, sequence="tgt", **options)
+
+    def _part(self, name: str, embed: EmbedConfig | None, **options: Any) -> _Part:
+        return _Part(
+            embed,
+            getattr(self, name),
+            final_norm=getattr(self, f"{name}_norm"),
+            relative_bias=getattr(self, f"{name}_relative_bias"),
+            out_dropout=self.out_dropout,
+            activation_checkpointing=self.activation_checkpointing,
+            pad_id=self.pad_id,
+            **options,
         )
+
+    def _target_params(self, params: EncoderDecoderParams) -> LanguageModelParams:
+        """The parameters of the decoder. TypeError for another type."""
+        require_params("EncoderDecoder", params, EncoderDecoderParams)
+        embedding = params.src_embed if self.shared_embed else params.tgt_embed
+        return LanguageModelParams(embedding, params.decoder, params.head)
 
     @inference()
     def init_state(
         self, params: EncoderDecoderParams, src: Array, *, src_mask: Array | None = None
-    ) -> EncoderDecoderState:
+    ) -> DecodeState:
         """The state of a source and an empty target, for `decode`.
 
         It has the keys and values of the encoded source for each layer of the decoder.
@@ -382,84 +316,41 @@ class EncoderDecoder:
         src_mask: (B, S), True = a token, False = padding; None: by pad_id
         ValueError if params do not fit the configuration.
         """
-        self._require_decoder(params)
-        src_mask = self._mask("src", src_mask, src, self.src_embed)
+        self._target._require_stack(self._target_params(params))
+        src_mask = self._source.is_token(src, src_mask)
         (memory, memory_pos), _ = self.encode(params, src, src_mask=src_mask)
         sources = memory_of(params.decoder, memory, memory_pos, configs=self.decoder)
-        return EncoderDecoderState((KVCache(),) * len(self.decoder), sources, src_mask)
+        return self._target.init_state()._replace(memory=sources, src_mask=src_mask)
 
     @property
     def context(self) -> int | None:
         """The most tokens of a target; None if only memory limits it."""
-        config = self.target_embed
-        return None if config is None or config.max_len is None else config.max_len - config.offset
+        return self._target.context
 
-    def truncate(self, state: EncoderDecoderState, n: int) -> EncoderDecoderState:
-        """`state` without the last `n` tokens of its target.
+    def truncate(self, state: DecodeState, n: int) -> DecodeState:
+        """`state` without the last `n` tokens of its target (`LanguageModel.truncate`)."""
+        return self._target.truncate(state, n)
 
-        A static state is not checked: the n tokens must have been decoded after `preallocate`.
-
-        ValueError, for other states, if there are fewer than n tokens, or if a layer's window has
-        dropped keys that attention needs again.
-        """
-        if state.target.is_static:
-            return state._replace(length=state.target.truncated_length(n))
-        windows = [config.attn.window for config in self.decoder]
-        kv_cache = truncated(state.kv_cache, windows, length=state.length, n=n)
-        return state._replace(kv_cache=kv_cache, length=state.length - n)
-
-    @inference()
     def decode(
         self,
         params: EncoderDecoderParams,
         tokens: Array,
-        state: EncoderDecoderState,
+        state: DecodeState,
         *,
         all_logits: bool = False,
-    ) -> tuple[Array, EncoderDecoderState]:
+    ) -> tuple[Array, DecodeState]:
         """Logits (B, V) after the last of `tokens`, and the state that includes them.
 
         There is no backward.
 
         tokens: (B, T) integers in [0, V), the next tokens of each target
-        state: of the source and the target before; it stays unchanged, but if it is static
-            (`EncoderDecoderState.preallocate`), its arrays may be overwritten, and it must have T
-            free slots, which is not checked
+        state: of the source and the target before; for a static one see `LanguageModel.decode`
         all_logits: return the logits after each token, (B, T, V)
 
         ValueError if the model has no embedding or head, or if the tokens do not fit max_len.
         """
-        if self.head is None or self.target_embed is None:
-            raise ValueError("decode: the model must have an embedding and a head")
-        require_tokens("decode", "tokens", tokens)
-        require_rows(tokens, state.memory[0].k.shape[0])
-        target = state.target
-        if target.is_static and self.context is not None and target.capacity > self.context:
-            raise ValueError(
-                f"decode: at most {self.context} tokens fit max_len, got {target.capacity} slots"
-            )
-        embedding: Any = params.src_embed if self.shared_embed else params.tgt_embed
-        (x, pos), _ = embed(embedding, ids=tokens, config=self.target_embed, start=state.length)
-        context = Context(
-            target.key_mask(tokens.shape[1])[:, None, :, :] if target.is_static else None,
-            memory_mask=_key_mask("src_mask", state.src_mask, state.memory[0].k[:, 0, :, :]),
-            kv_cache=target.static_kv_cache() if target.is_static else state.kv_cache,
-        )
-        x, kv_cache = advance(
-            x,
-            params.decoder,
-            SideInputs(state.memory, pos=pos),
-            configs=self.decoder,
-            context=context,
-            n_cached=state.length,
-            relative_bias=self.decoder_relative_bias,
-        )
-        logits, _ = self.head.forward(
-            x if all_logits else x[:, -1:, :], params.head, embedding.table
-        )
-        target = target.appended(kv_cache, None, tokens)
-        state = state._replace(kv_cache=target.kv_cache, length=target.length)
-        return logits if all_logits else logits[:, 0, :], state
+        own = self._target_params(params)
+        return self._target.decode(own, tokens, state, all_logits=all_logits)
 
     def loss(
         self,
@@ -484,8 +375,8 @@ class EncoderDecoder:
         if self.pad_id is not None:
             options = {"ignore_index": self.pad_id} | options
         top = partial(self.head.loss, targets=targets, **options)
-        masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
-        loss, cache = self._forward(top, params, src, tgt, dropout_key=dropout_key, **masks)
+        masks = src_mask, tgt_mask
+        loss, cache = self._forward(top, params, src, tgt, masks, dropout_key)
         return loss, LossCache(cache, loss)
 
 
@@ -500,57 +391,69 @@ class EncoderDecoderParams(NamedTuple):
     head: Any  # (D, V); None: tied to the target's embedding
 
 
-@short
-class EncoderDecoderState(NamedTuple):
-    """The state of decoding: the encoded source, and the KV caches of the target so far.
+@dataclass(frozen=True)
+class _Part(LanguageModel):
+    """The encoder, or the decoder with its head, as the language model of one sequence.
 
-    `EncoderDecoder.init_state` makes it, and `EncoderDecoder.decode` reads and returns it.
+    Unlike in other language models, padding counts in positions.
     """
 
-    kv_cache: Sequence[KVCache]  # for each layer of the decoder, the self-attention's KV cache
-    memory: tuple[KeyValue, ...]  # for each layer, keys and values of the source
-    src_mask: Array | None  # (B, S), True = a token, False = padding; None: no padding
-    length: Any = 0  # tokens of the target; if the state is static, an integer array ()
-    is_static: bool = False  # whether the KV cache is preallocated, as by `preallocate`
+    sequence: str = "src"  # that the encoder reads; "tgt": that the decoder reads
+    pad_id: int | None = None  # of `EncoderDecoder`
+    shared_memory: bool = False  # of `EncoderDecoder`
 
-    @property
-    def target(self) -> DecodeState:
-        """The state of the target without the source."""
-        return DecodeState(self.kv_cache, length=self.length, is_static=self.is_static)
+    def init_stack(self, rng: Generator) -> StackParams:
+        """Initial parameters of the blocks."""
+        return StackParams.init(
+            rng,
+            self.blocks,
+            final_norm=self.final_norm,
+            cross=self.sequence == "tgt",
+            shared_memory=self.shared_memory,
+            relative_bias=self.relative_bias,
+        )
 
-    @property
-    def capacity(self) -> int:
-        """The number of slots of the target's KV cache."""
-        return self.target.capacity
+    def run(
+        self, params: LanguageModelParams, x: Array, side: SideInputs, context: Context
+    ) -> tuple[tuple[Array, Array | None], HiddenCache]:
+        """The hidden states (B, T, D) of x, and its positions if the heads need them.
 
-    def preallocate(self, n: int) -> EncoderDecoderState:
-        """A copy with a preallocated KV cache of `n` slots for the target."""
-        kv_cache, _, length, *_ = self.target.preallocate(n)
-        return self._replace(kv_cache=kv_cache, length=length, is_static=True)
+        context.mask, memory_mask: (B, T) and (B, S), True = a token, False = padding; without a
+            mask, tokens are by pad_id
+        """
+        self._require_stack(params)
+        keys = dropout_streams(context.dropout_key, len(self.blocks))
+        (y, pos), embed_cache = embedded(
+            "EncoderDecoder", self.sequence, x, params.embed, self.embed, dropout_key=keys[0]
+        )
+        is_token = self.is_token(x, context.mask)
+        mask = key_mask("EncoderDecoder", f"{self.sequence}_mask", is_token, x)
+        memory_mask = key_mask("EncoderDecoder", "src_mask", context.memory_mask, side.memory)
+        y, stack_cache = stack(
+            y,
+            params.stack,
+            side._replace(pos=pos),
+            configs=self.blocks,
+            context=context._replace(mask=mask, memory_mask=memory_mask, dropout_key=keys[1]),
+            relative_bias=self.relative_bias,
+            dropout_rate=self.out_dropout,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+        return (y, pos), HiddenCache(embed_cache, stack_cache)
 
-    def wider(self, n: int) -> EncoderDecoderState:
-        """A copy with the source padded on the right to `n` slots. The mask hides the padding."""
-        first = self.memory[0].k
-        xp, (size, _, length, _) = array_namespace(first), first.shape
-        distinct = {id(kv): kv for kv in self.memory}  # layers may share keys and values
-        wide = {i: KeyValue(*KVCache(*kv).preallocate(n, length)[:2]) for i, kv in distinct.items()}
-        is_token = xp.arange(n, device=device(first)) < length
-        mask = xp.broadcast_to(is_token[None, :], (size, n))
-        if self.src_mask is not None:
-            rest = xp.zeros((size, n - length), dtype=xp.bool, device=device(first))
-            mask = xp.concat([self.src_mask, rest], axis=1)
-        return self._replace(memory=tuple(wide[id(kv)] for kv in self.memory), src_mask=mask)
+    def is_token(self, x: Array, mask: Array | None) -> Array | None:
+        """`mask`; if it is None, (B, T) with True where x is not pad_id, if there is one."""
+        if mask is not None or self.pad_id is None or self.embed is None:
+            return mask
+        require_tokens("EncoderDecoder", self.sequence, x)
+        return as_indices(x) != self.pad_id
 
-    def rows(self, ids: Array) -> EncoderDecoderState:
-        """The pairs `ids` (B',) of the batch, in this order."""
-
-        def taken(a: Array) -> Array:
-            return array_namespace(a).take(a, ids, axis=0)
-
-        memory = tuple(KeyValue(taken(kv.k), taken(kv.v)) for kv in self.memory)
-        mask = None if self.src_mask is None else taken(self.src_mask)
-        kv_cache = tuple(kv_cache.rows(ids) for kv_cache in self.kv_cache)
-        return EncoderDecoderState(kv_cache, memory, mask, self.length)
+    def _require_stack(self, params: LanguageModelParams) -> None:
+        """ValueError unless params.stack fits the configuration."""
+        name = {"src": "encoder", "tgt": "decoder"}[self.sequence]
+        options: Any = {"cross": name == "decoder", "shared_memory": self.shared_memory}
+        own: Any = params.stack, self.blocks, self.final_norm, len(self.blocks)
+        require_stack(name, f"params.{name}", *own, **options)
 
 
 @short
@@ -573,11 +476,9 @@ class EncodeCache(NamedTuple):
             ("encoder.blocks.0", "encoder.norm", ...), as soon as they are complete
         """
         dx, dencoder, dside = self.stack.backward(dmemory, ready=below(ready, "encoder"))
-        dself_pos = dside.pos
-        if dself_pos is not None and dpos is not None:
-            dself_pos = dself_pos + dpos
-        dembed = None if self.embed is None else self.embed.backward(dx, dself_pos)
-        return dembed, dencoder, None if self.embed is not None else dx
+        dpos = dside.plus(SideInputs(pos=dpos)).pos
+        dembed = None if self.embed is None else self.embed.backward(dx, dpos)
+        return dembed, dencoder, dx if self.embed is None else None
 
 
 @short
@@ -607,7 +508,7 @@ class DecodeCache(NamedTuple):
         dembed = None if self.embed is None else self.embed.backward(dx, dside.pos)
         if dtable is not None and dembed is not None:
             dembed = dembed._replace(table=dembed.table + dtable)
-        dtgt = None if self.embed is not None else dx
+        dtgt = dx if self.embed is None else None
         return dembed, ddecoder, dhead, dside.memory, dside.memory_pos, dtgt
 
 
@@ -643,41 +544,7 @@ class EncoderDecoderCache(NamedTuple):
             report(ready, "tgt_embed", dtgt_embed)
         dsrc_embed, dencoder, dsrc = self.encode.backward(dmemory, dmemory_pos, ready=ready)
         if self.shared_embed:
-            dsrc_embed = tree.map(lambda a, b: a + b, dsrc_embed, dtgt_embed)
+            dsrc_embed = plus(dsrc_embed, dtgt_embed)
             dtgt_embed = None
         report(ready, "src_embed", dsrc_embed)
         return EncoderDecoderParams(dsrc_embed, dtgt_embed, dencoder, ddecoder, dhead), dsrc, dtgt
-
-
-def _embedded(
-    name: str,
-    params: EmbedParams | None,
-    config: EmbedConfig | None,
-    x: Array,
-    key: ops.RandomKey | None,
-) -> tuple[tuple[Array, Array | None], Any]:
-    """The embedded sequence, and its positions if the heads need them; vectors unchanged."""
-    require_present("EncoderDecoder", f"params.{name}_embed", params, config is not None)
-    if params is None or config is None:
-        require_vectors("EncoderDecoder", name, x)
-        return (x, None), None
-    require_tokens("EncoderDecoder", name, x)
-    return embed(params, ids=x, config=config, dropout_key=key)
-
-
-def _key_mask(name: str, mask: Array | None, x: Array) -> Array | None:
-    """The mask of the keys, (B, 1, 1, S), which attention broadcasts over heads and queries.
-
-    name: of the argument, for messages
-    mask: (B, S), True = a token, False = padding; None: no padding, and the result is None
-    x: the sequence, (B, S) or (B, S, ...)
-    ValueError or TypeError for another mask.
-    """
-    if mask is None:
-        return None
-    require_mask("EncoderDecoder", name, mask, x)
-    if tuple(mask.shape) != tuple(x.shape[:2]):
-        raise ValueError(
-            f"EncoderDecoder: {name} must be {tuple(x.shape[:2])}, got shape {tuple(mask.shape)}"
-        )
-    return mask[:, None, None, :]

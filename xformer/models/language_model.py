@@ -48,11 +48,11 @@ from xformer.layers.stack import (
     stack,
 )
 from xformer.models import decoding
-from xformer.models.lm_head import LMHead, require_present
+from xformer.models.lm_head import LMHead, logits_of, require_present
 from xformer.models.loss import LossCache
 from xformer.models.router_loss import RouterLossCache, router_loss
 from xformer.models.segment_memory import SegmentMemory
-from xformer.models.state import DecodeState, position_ids, require_padding_mask
+from xformer.models.state import DecodeState, key_mask, position_ids
 from xformer.models.usage import in_short, not_called, require_params
 from xformer.ops._loss import one
 
@@ -263,13 +263,9 @@ class LanguageModel:
         dropout_key: ops.RandomKey | None,
     ) -> tuple[Array, LanguageModelCache]:
         """The head of the hidden states x, and the cache of both."""
-        head_cache: Any = None
-        if self.head is None:
-            require_present("LanguageModel", "params.head", params.head, False)
-        else:
-            around = self._around_head(params, mask, dropout_key)
-            x, head_cache = self.head.forward(x, params.head, **around)
-        return x, saved(LanguageModelCache(hidden, head_cache))
+        around = self._around_head(params, mask, dropout_key)
+        y, head_cache = logits_of("LanguageModel", self.head, x, params.head, **around)
+        return y, saved(LanguageModelCache(hidden, head_cache))
 
     def _around_head(
         self, params: LanguageModelParams, mask: Array | None, dropout_key: ops.RandomKey | None
@@ -301,21 +297,23 @@ class LanguageModel:
         """
         self._require_stack(params)
         require_array("LanguageModel", "tokens", tokens)
-        keys = dropout_streams(dropout_key, len(self.blocks))
+        streams = dropout_streams(dropout_key, len(self.blocks))
         are_given = positions is not None
         if are_given:
             self._require_positional()
-        if mask is not None:
-            require_padding_mask(mask, tokens)
-            positions = position_ids(mask) if positions is None else positions
-        (x, pos), embed_cache = self._embedded(params, tokens, positions, types=types, key=keys[0])
+        keys = key_mask("LanguageModel", "mask", mask, tokens)
+        if mask is not None and positions is None:
+            positions = position_ids(mask)
+        (x, pos), embed_cache = self._embedded(
+            params, tokens, positions, types=types, key=streams[0]
+        )
         length = tokens.shape[1]  # x may be a part of the sequence
         context = Context(
-            None if mask is None else mask[:, None, None, :],
+            keys,
             self.causal,
             rotary=self._rotary(x, length, positions, math.inf if are_given else length),
             segment_memory=None if memory is None else memory.written,
-            dropout_key=keys[1],
+            dropout_key=streams[1],
         )
         y, stack_cache = stack(
             x,
@@ -349,23 +347,12 @@ class LanguageModel:
         key: ops.RandomKey | None = None,
     ) -> tuple[tuple[Array, Array | None], Any]:
         """The embedded tokens, and their positions if the heads need them; vectors unchanged."""
-        require_present("LanguageModel", "params.embed", params.embed, self.embed is not None)
-        if self.embed is None or params.embed is None:
-            if types is not None:
-                raise ValueError("LanguageModel: types need an embedding, and there is none")
-            require_vectors("LanguageModel", "tokens", tokens)
-            return (tokens, None), None
-        require_tokens("LanguageModel", "tokens", tokens)
-        in_embed = self.embed.positions != "none"
-        return embed(
-            params.embed,
-            ids=tokens,
-            config=self.embed,
-            positions=positions if in_embed else None,
-            types=types,
-            start=start,
-            dropout_key=key,
-        )
+        if types is not None and self.embed is None:
+            raise ValueError("LanguageModel: types need an embedding, and there is none")
+        if self.embed is not None and self.embed.positions == "none":
+            positions = None
+        how: Any = {"positions": positions, "types": types, "start": start, "dropout_key": key}
+        return embedded("LanguageModel", "tokens", tokens, params.embed, self.embed, **how)
 
     def with_layers(self, ids: Sequence[int], **changes: Any) -> LanguageModel:
         """A copy with the layers `ids`, which may repeat, and with other changes of its fields."""
@@ -378,9 +365,7 @@ class LanguageModel:
     @property
     def context(self) -> int | None:
         """The most tokens of a sequence; None if only memory limits it."""
-        if self.embed is None or self.embed.max_len is None:
-            return None
-        return self.embed.max_len - self.embed.offset
+        return None if self.embed is None else self.embed.context
 
     @property
     def id_sizes(self) -> tuple[int | None, ...]:
@@ -664,6 +649,28 @@ class LanguageModelParams(NamedTuple):
     embed: EmbedParams | None
     stack: StackParams
     head: Any  # the head's parameters; None: no head, or one that is tied to embed.table
+
+
+def embedded(
+    op: str,
+    name: str,
+    x: Array,
+    params: EmbedParams | None,
+    config: EmbedConfig | None,
+    **options: Any,
+) -> tuple[tuple[Array, Array | None], Any]:
+    """The embedded sequence, and its positions if the heads need them; vectors unchanged.
+
+    name: of the sequence, for messages
+    options: of `layers.embed`, for ids
+    """
+    field = "params.embed" if name == "tokens" else f"params.{name}_embed"
+    require_present(op, field, params, config is not None)
+    if params is None or config is None:
+        require_vectors(op, name, x)
+        return (x, None), None
+    require_tokens(op, name, x)
+    return embed(params, ids=x, config=config, **options)
 
 
 @short

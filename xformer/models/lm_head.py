@@ -107,6 +107,17 @@ class LMHeadCache(NamedTuple):
         return (dx, None, transposed(dparams.w)) if self.tied else (dx, dparams, None)
 
 
+def logits_of(
+    op: str, head: Any, x: Array, params: Any, table: Array | None, **options: Any
+) -> tuple[Array, Any]:
+    """`head.forward`; without a head the hidden states x, unchanged, and None."""
+    if head is None:
+        require_present(op, "params.head", params, False)
+        return x, None
+    y, cache = head.forward(x, params, table, **options)
+    return y, cache
+
+
 def transposed(table: Any) -> Any:
     """The transpose of a table or of its gradient. Frozen stays frozen, and None stays None."""
     return tree.map(lambda a: a.T, table)

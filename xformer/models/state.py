@@ -12,12 +12,13 @@ from xformer.base.namespace import array_namespace
 from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch.checks import as_indices, require_mask
+from xformer.layers.attention import KeyValue
 from xformer.layers.kv_cache import KVCache, write_indices
 
 
 @short
 class DecodeState(NamedTuple):
-    """The sequences so far, as `LanguageModel.decode` needs them.
+    """The sequences so far, as `decode` of a model needs them.
 
     A static state (`preallocate`) has a KV cache of a fixed number of slots. Its length is an
     integer array (), so that every step does the same work on arrays of the same shapes.
@@ -32,6 +33,9 @@ class DecodeState(NamedTuple):
     # Whether the KV cache is preallocated. The type of `length` does not say it: compiled functions
     # get numbers as arrays.
     is_static: bool = False
+    # Of an encoder-decoder's source: keys and values for each layer, and which are tokens.
+    memory: tuple[KeyValue, ...] = ()
+    src_mask: Array | None = None  # (B, S), True = a token, False = padding; None: no padding
 
     @property
     def is_empty(self) -> bool:
@@ -73,7 +77,21 @@ class DecodeState(NamedTuple):
         dtype = xp.__array_namespace_info__().default_dtypes(device=where)["indexing"]
         kv_cache = tuple(layer.preallocate(n, length) for layer in self.kv_cache)
         length = xp.asarray(length, dtype=dtype, device=where)
-        return DecodeState(kv_cache, mask, length, is_static=True)
+        state = self._replace(kv_cache=kv_cache, mask=mask, length=length, is_static=True)
+        return state._replace(rope_length=None, ids=None)
+
+    def wider(self, n: int) -> DecodeState:
+        """A copy with the source padded on the right to `n` slots. The mask hides the padding."""
+        first = self.memory[0].k
+        xp, (size, _, length, _) = array_namespace(first), first.shape
+        distinct = {id(kv): kv for kv in self.memory}  # layers may share keys and values
+        wide = {i: KeyValue(*KVCache(*kv).preallocate(n, length)[:2]) for i, kv in distinct.items()}
+        is_token = xp.arange(n, device=device(first)) < length
+        mask = xp.broadcast_to(is_token[None, :], (size, n))
+        if self.src_mask is not None:
+            rest = xp.zeros((size, n - length), dtype=xp.bool, device=device(first))
+            mask = xp.concat([self.src_mask, rest], axis=1)
+        return self._replace(memory=tuple(wide[id(kv)] for kv in self.memory), src_mask=mask)
 
     def static_kv_cache(self) -> tuple[KVCache, ...]:
         """The KV cache of each layer with the `write_index` of the next token."""
@@ -115,12 +133,17 @@ class DecodeState(NamedTuple):
 
     def rows(self, ids: Array) -> DecodeState:
         """The sequences `ids` (B',) of the batch, in this order."""
-        kv_cache = tuple(layer.rows(ids) for layer in self.kv_cache)
-        mask, tokens = (
-            None if a is None else array_namespace(a).take(a, ids, axis=0)
-            for a in (self.mask, self.ids)
+
+        def taken(a: Array | None) -> Any:
+            return None if a is None else array_namespace(a).take(a, ids, axis=0)
+
+        return self._replace(
+            kv_cache=tuple(layer.rows(ids) for layer in self.kv_cache),
+            mask=taken(self.mask),
+            ids=taken(self.ids),
+            memory=tuple(KeyValue(taken(kv.k), taken(kv.v)) for kv in self.memory),
+            src_mask=taken(self.src_mask),
         )
-        return self._replace(kv_cache=kv_cache, mask=mask, ids=tokens)
 
     def padded(self, length: int) -> DecodeState:
         """The same sequences in `length` slots: padding on the left is added or removed.
@@ -147,22 +170,30 @@ class DecodeState(NamedTuple):
         return self._replace(kv_cache=tuple(kv_cache), mask=mask, length=length, ids=ids)
 
 
-def require_padding_mask(mask: Array, tokens: Array) -> None:
-    """TypeError or ValueError unless `mask` is boolean and has the shape (B, T) of tokens."""
-    require_mask("LanguageModel", "mask", mask, tokens)
-    if tuple(mask.shape) != tuple(tokens.shape[:2]):
+def key_mask(op: str, name: str, mask: Array | None, x: Array) -> Array | None:
+    """The mask of the keys, (B, 1, 1, S), which attention broadcasts over heads and queries.
+
+    name: of the argument, for messages
+    mask: (B, S), True = a token, False = padding; None: no padding, and the result is None
+    x: the sequence, (B, S) or (B, S, ...)
+    ValueError or TypeError for another mask.
+    """
+    if mask is None:
+        return None
+    require_mask(op, name, mask, x)
+    if tuple(mask.shape) != tuple(x.shape[:2]):
         raise ValueError(
-            f"LanguageModel: mask must be (B, T) = {tuple(tokens.shape[:2])} like tokens, "
+            f"{op}: {name} must be (B, T) = {tuple(x.shape[:2])} like the sequence, "
             f"got shape {tuple(mask.shape)}"
         )
+    return mask[:, None, None, :]
 
 
 def appended_mask(
     before: Array | None, mask: Array | None, tokens: Array, n_cached: int
 ) -> Array | None:
     """The mask of the cached tokens and of `tokens` after them; None if there is no padding."""
-    if mask is not None:
-        require_padding_mask(mask, tokens)
+    key_mask("LanguageModel", "mask", mask, tokens)
     if before is None and mask is None:
         return None
     xp = array_namespace(tokens)
