@@ -56,7 +56,6 @@ class Exercise:
     """An exercise, for one or two functions of a file.
 
     name: the name of the exercise and its file.
-    lecture: 1 to 6.
     summary: one line.
     task: the text of the file's docstring, without the rules that all exercises share.
     code: the functions of the file, incomplete or with a mistake.
@@ -69,10 +68,10 @@ class Exercise:
     mistakes: known wrong formulas.
     function: the name of the function; None: `name`.
     planted: what is wrong with the code, if the exercise is to find the mistake in it.
+    lecture: 1 to 6; `EXERCISES` sets it.
     """
 
     name: str
-    lecture: int
     summary: str
     task: str
     code: str
@@ -85,6 +84,7 @@ class Exercise:
     mistakes: tuple[Mistake, ...] = ()
     function: str | None = None
     planted: tuple[str, ...] = ()
+    lecture: int = 0
 
     @property
     def function_name(self) -> str:
@@ -110,6 +110,36 @@ class Exercise:
     def draw(self, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arrays and options of a case; the same in every call."""
         return self.draws[case](np.random.default_rng(list(case.encode())))
+
+
+def unwritten(
+    signature: str, formula: str, returns: str = "y, saved", *, has_backward: bool = True
+) -> str:
+    """The `code` of a function that the learner writes, and of its backward.
+
+    signature: name, arrays and options: "dropout(x, *, rate, key)".
+    formula: the docstring.
+    """
+    name, _, arguments = signature.removesuffix(")").partition("(")
+    arrays = arguments.partition(", *, ")[0].split(", ")
+    code = f'''
+
+def {signature}:
+    """{formula}"""
+    xp = array_namespace({arrays[0]})
+    raise NotImplementedError  # return {returns}
+'''
+    if not has_backward:
+        return code
+    *others, last = arrays
+    grads = ", ".join(f"d{array}" for array in arrays)
+    what = f"({grads}), in the shapes of {', '.join(others)} and {last}" if others else grads
+    return f'''{code}
+
+def {name}_backward(dy, saved):
+    """{what if others else f"{grads}, in the shape of {last}"}."""
+    raise NotImplementedError  # return {grads}
+'''
 
 
 def normal(
