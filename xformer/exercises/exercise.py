@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xformer import ops
+
 Draw = Callable[[np.random.Generator], tuple[dict[str, Any], dict[str, Any]]]
 Formula = Callable[[SimpleNamespace, Any], dict[str, Any]]
 
@@ -142,6 +144,12 @@ def {name}_backward(dy, saved):
 '''
 
 
+def of_op(name: str) -> dict[str, Any]:
+    """The reference, source and page of an exercise about one of our ops."""
+    page = f"docs/derivations/{name}.md"
+    return {"reference": getattr(ops, name), "source": f"xformer/ops/{name}.py", "page": page}
+
+
 def normal(
     options: dict[str, Any] | Callable[[np.random.Generator], dict[str, Any]] | None = None,
     scale: float = 1.0,
@@ -157,24 +165,3 @@ def normal(
         return arrays, options(rng) if callable(options) else dict(options or {})
 
     return draw
-
-
-def rows(x: Any) -> Any:
-    """(..., D) -> (N, D)."""
-    return np.reshape(x, (-1, x.shape[-1]))
-
-
-def mean(x: Any) -> Any:
-    """The mean along the last axis, (..., 1)."""
-    return np.mean(x, axis=-1, keepdims=True)
-
-
-def total(x: Any) -> Any:
-    """The sum along the last axis, (..., 1)."""
-    return np.sum(x, axis=-1, keepdims=True)
-
-
-def softmax(x: Any, axis: int = -1) -> Any:
-    """Softmax along an axis."""
-    e = np.exp(x - np.max(x, axis=axis, keepdims=True))
-    return e / np.sum(e, axis=axis, keepdims=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer import ops
-from xformer.exercises.exercise import Exercise, Mistake, normal, rows, softmax, total, unwritten
+from xformer.exercises.exercise import Exercise, Mistake, normal, of_op, unwritten
+from xformer.exercises.formulas import rows, softmax, total
 
 DIVIDED = (
     "dw and db are divided by the number of rows. A mean, if the loss has one, is in dy already"
@@ -61,14 +61,12 @@ def linear_backward(dy, saved):
     xp = array_namespace(dy)
     raise NotImplementedError  # return dx, dw, db
 ''',
-    reference=ops.linear,
+    **of_op("linear"),
     draws={
         "x (5, 3)": normal(x=(5, 3), w=(3, 7), b=(7,)),
         "x (2, 3, 5)": normal(x=(2, 3, 5), w=(5, 7), b=(7,)),
         "square w": normal(x=(5, 4), w=(4, 4), b=(4,)),
     },
-    source="xformer/ops/linear.py",
-    page="docs/derivations/linear.md",
     mistakes=(
         Mistake(DIVIDED, _divided, "004-divided-by-rows"),
         Mistake(
@@ -88,10 +86,8 @@ RELU = Exercise(
 x, y: any shape, the same.    y = max(0, x), elementwise. The derivative at 0 is defined as 0.
 """,
     code=unwritten("relu(x)", "y = max(0, x)."),
-    reference=ops.relu,
+    **of_op("relu"),
     draws={"x (5, 7)": normal(x=(5, 7)), "x (2, 3, 5)": normal(x=(2, 3, 5))},
-    source="xformer/ops/relu.py",
-    page="docs/derivations/relu.md",
     mistakes=(
         Mistake("dy must pass only where x > 0", lambda a, dy: {"dx": dy}),
         Mistake(
@@ -113,7 +109,7 @@ The check also has numbers near 1000, of which exp overflows, and rows far below
 subtracted from a row without changing y?
 """,
     code=unwritten("softmax(x)", "y = exp(x) / sum(exp(x)) over the last axis."),
-    reference=ops.softmax,
+    **of_op("softmax"),
     draws={
         "x (5, 7)": normal(x=(5, 7)),
         "x (2, 3, 5)": normal(x=(2, 3, 5)),
@@ -122,8 +118,6 @@ subtracted from a row without changing y?
             {},
         ),
     },
-    source="xformer/ops/softmax.py",
-    page="docs/derivations/softmax.md",
     mistakes=(
         Mistake(ONE_MAXIMUM, _one_maximum),
         Mistake("exp overflows: subtract the maximum of each row first", _no_maximum),

@@ -9,18 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer import ops
-from xformer.exercises.exercise import (
-    Exercise,
-    Formula,
-    Mistake,
-    mean,
-    normal,
-    rows,
-    softmax,
-    total,
-    unwritten,
-)
+from xformer.exercises.exercise import Exercise, Formula, Mistake, normal, of_op, unwritten
+from xformer.exercises.formulas import mean, rows, softmax, total
 
 AS_PRINTED = (
     "five mistakes: xhat is taken after w and b; w is left out of dxhat; sum(dxhat) stands in the "
@@ -85,13 +75,11 @@ def layer_norm_backward(dy, saved):
     xp = array_namespace(dy)
     raise NotImplementedError  # return dx, dw, db
 ''',
-    reference=ops.layer_norm,
+    **of_op("layer_norm"),
     draws={
         "x (5, 7)": normal(EPS, x=(5, 7), w=(7,), b=(7,)),
         "x (2, 3, 5)": normal(EPS, x=(2, 3, 5), w=(5,), b=(5,)),
     },
-    source="xformer/ops/layer_norm.py",
-    page="docs/derivations/layer_norm.md",
     mistakes=(
         Mistake(
             "xhat must be the normalised input, before w and b; this takes y",
@@ -177,13 +165,11 @@ x, y: (..., D);  w: (D,).    y = w * x / sqrt(mean(x^2) + eps), mean over the la
     code=unwritten(
         "rms_norm(x, w, *, eps)", "y = w * x / sqrt(mean(x^2) + eps) over the last axis."
     ),
-    reference=ops.rms_norm,
+    **of_op("rms_norm"),
     draws={
         "x (5, 7)": normal(EPS, x=(5, 7), w=(7,)),
         "x (2, 3, 5)": normal(EPS, x=(2, 3, 5), w=(5,)),
     },
-    source="xformer/ops/rms_norm.py",
-    page="docs/derivations/rms_norm.md",
     mistakes=(
         Mistake("w is left out: dxhat = dy * w", _rms_without_w),
         Mistake("the root depends on x too: a term is missing", _rms_constant),
@@ -229,7 +215,7 @@ always 1. The check also has logits near 1000. `targets[..., None] == xp.arange(
         "The mean of log(sum(exp(logits))) - logits[target], an array of shape ().",
         "loss, saved",
     ),
-    reference=ops.cross_entropy,
+    **of_op("cross_entropy"),
     draws={
         "logits (5, 7)": normal(lambda rng: _targets(rng, (5,), 7), logits=(5, 7)),
         "logits (2, 3, 5)": normal(lambda rng: _targets(rng, (2, 3), 5), logits=(2, 3, 5)),
@@ -238,8 +224,6 @@ always 1. The check also has logits near 1000. `targets[..., None] == xp.arange(
             _targets(rng, (3,), 5),
         ),
     },
-    source="xformer/ops/cross_entropy.py",
-    page="docs/derivations/cross_entropy.md",
     outputs=("loss",),
     mistakes=(
         Mistake(

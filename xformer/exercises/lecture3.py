@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from xformer import layers, ops
-from xformer.exercises.exercise import Exercise, Formula, Mistake, normal, softmax, total, unwritten
+from xformer.exercises.exercise import Exercise, Formula, Mistake, normal, of_op, unwritten
+from xformer.exercises.formulas import softmax, total
 
 TRANSPOSED = "dq = dscores k K^-1/2, not dscores k^T: its shapes fit only if T, S and K are equal"
 TINY = "adding -1e-20 to a score masks nothing: a forbidden key needs -inf, or a probability of 0"
@@ -104,13 +105,11 @@ def attention_backward(dy, saved):
     xp = array_namespace(dy)
     raise NotImplementedError  # return dq, dk, dv
 ''',
-    reference=ops.sdpa,
+    **of_op("sdpa"),
     draws={
         "T 5, S 3, K 7": normal(q=(2, 1, 5, 7), k=(2, 1, 3, 7), v=(2, 1, 3, 2)),
         "T, S, K, M 4": normal(q=(1, 2, 4, 4), k=(1, 2, 4, 4), v=(1, 2, 4, 4)),
     },
-    source="xformer/ops/sdpa.py",
-    page="docs/derivations/sdpa.md",
     mistakes=(
         *OF_SCORES,
         Mistake(TRANSPOSED, _keys_transposed, "004-keys-transposed"),
@@ -218,13 +217,11 @@ Query head h attends to key and value head h // (H / G): 0, 0, 1, 1 for H = 4, G
     code=unwritten(
         "grouped_attention(q, k, v)", "y = softmax(q k^T K^-1/2) v with shared heads of k and v."
     ),
-    reference=ops.sdpa,
+    **of_op("sdpa"),
     draws={
         "H 6, G 2": normal(q=(2, 6, 5, 7), k=(2, 2, 3, 7), v=(2, 2, 3, 4)),
         "H 2, G 1": normal(q=(1, 2, 3, 5), k=(1, 1, 7, 5), v=(1, 1, 7, 3)),
     },
-    source="xformer/ops/sdpa.py",
-    page="docs/derivations/sdpa.md",
     mistakes=(
         Mistake("heads of a group are neighbours: h // (H / G), not h mod G", _interleaved_heads),
         Mistake(
@@ -294,14 +291,12 @@ def rope_backward(dy, saved):
     xp = array_namespace(dy)
     raise NotImplementedError  # return dx
 ''',
-    reference=ops.rope,
+    **of_op("rope"),
     draws={
         "all channels": normal(_tables(5, 3), x=(2, 3, 5, 6)),
         "R 4 of K 7": normal(_tables(3, 2), x=(1, 2, 3, 7)),
         "a factor in the tables": normal(_tables(3, 2, 1.5), x=(1, 2, 3, 4)),
     },
-    source="xformer/ops/rope.py",
-    page="docs/derivations/rope.md",
     mistakes=(
         Mistake(
             "dy is turned forward once more: the transpose turns by -sin",

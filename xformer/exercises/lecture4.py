@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from xformer import layers, ops
-from xformer.exercises.exercise import Exercise, Mistake, mean, normal, rows, unwritten
+from xformer.exercises.exercise import Exercise, Mistake, normal, of_op, unwritten
+from xformer.exercises.formulas import mean, rows
 
 BY_KEYS = (
     "dy is masked, by an array that happens to have its shape, before w2^T: "
@@ -43,13 +44,11 @@ Look-up is a product with a one-hot matrix: `i[:, None] == xp.arange(V)`, made n
 `xp.astype(marks, table.dtype)`. So the backward is a product too.
 """,
     code=unwritten("embedding(table, *, ids)", "y = table[ids]."),
-    reference=ops.embedding,
+    **of_op("embedding"),
     draws={
         "ids (11,)": normal(lambda rng: {"ids": rng.integers(0, 7, 11)}, table=(7, 3)),
         "ids (3, 5)": normal(lambda rng: {"ids": rng.integers(0, 4, (3, 5))}, table=(5, 2)),
     },
-    source="xformer/ops/embedding.py",
-    page="docs/derivations/embedding.md",
     mistakes=(
         Mistake("an id that appears several times gets the sum, not the last of them", _last_wins),
         Mistake("an id that appears several times gets the sum, not the mean", _averaged),

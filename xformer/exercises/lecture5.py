@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from xformer import initializers, ops, optim
-from xformer.exercises.exercise import Exercise, Mistake, normal, unwritten
+from xformer.exercises.exercise import Exercise, Mistake, normal, of_op, unwritten
 from xformer.ops import RandomKey
 
 DEVIATION = (
@@ -200,13 +200,11 @@ def dropout_backward(dy, saved):
     """dx, in the shape of x."""
     raise NotImplementedError  # return dx
 ''',
-    reference=ops.dropout,
+    **of_op("dropout"),
     draws={
         "x (5, 7)": normal({"rate": 0.3, "key": KEY}, x=(5, 7)),
         "x (2, 3, 5)": normal({"rate": 0.5, "key": KEY}, x=(2, 3, 5)),
     },
-    source="xformer/ops/dropout.py",
-    page="docs/derivations/dropout.md",
     mistakes=(
         Mistake(
             "the factor 1 / (1 - rate) is missing",

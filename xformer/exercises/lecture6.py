@@ -9,7 +9,8 @@ import numpy as np
 
 from xformer import GPT, ops
 from xformer.base import tree
-from xformer.exercises.exercise import Exercise, Mistake, normal, rows, softmax, unwritten
+from xformer.exercises.exercise import Exercise, Mistake, normal, unwritten
+from xformer.exercises.formulas import rows, softmax
 from xformer.generation import samplers
 
 
