@@ -313,6 +313,7 @@ def rope_backward(dy, saved):
 def _self_attention(x: Any, w_q: Any, w_k: Any, w_v: Any, w_o: Any) -> tuple[Any, Any]:
     q, k, v, o = (layers.LinearParams(w, None) for w in (w_q, w_k, w_v, w_o))
     params = layers.AttentionParams(q, layers.KeyValueParams(k, v), o)
+    cache: Any
     y, cache = layers.attention(x, params, config=layers.AttentionConfig(x.shape[-1], 1))
 
     def backward(dy: Any) -> Any:
@@ -391,6 +392,7 @@ def self_attention_backward(dy, saved):
 
 def _scores(x: Any, a: Any) -> tuple[Any, Any]:
     h, to_h = ops.linear(x, a)
+    to_y: Any
     y, to_y = ops.linear(h, x.T)
 
     def backward(dy: Any) -> Any:

@@ -58,6 +58,7 @@ Look-up is a product with a one-hot matrix: `i[:, None] == xp.arange(V)`, made n
 
 def _feed_forward(x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> tuple[Any, Any]:
     params = layers.FeedForwardParams(layers.LinearParams(w1, b1), layers.LinearParams(w2, b2))
+    cache: Any
     y, cache = layers.feed_forward(x, params)
 
     def backward(dy: Any) -> Any:
