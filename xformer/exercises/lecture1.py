@@ -25,13 +25,7 @@ def _divided(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
     return {"dw": rows(a.x).T @ rows(dy) / n, "db": np.sum(rows(dy), axis=0) / n}
 
 
-def _one_maximum(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    e = np.exp(a.x - np.max(a.x))
-    return {"y": e / total(e)}
-
-
-def _no_maximum(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    e = np.exp(a.x)
+def _normalised(e: Any) -> dict[str, Any]:
     return {"y": e / total(e)}
 
 
@@ -119,8 +113,11 @@ subtracted from a row without changing y?
         ),
     },
     mistakes=(
-        Mistake(ONE_MAXIMUM, _one_maximum),
-        Mistake("exp overflows: subtract the maximum of each row first", _no_maximum),
+        Mistake(ONE_MAXIMUM, lambda a, dy: _normalised(np.exp(a.x - np.max(a.x)))),
+        Mistake(
+            "exp overflows: subtract the maximum of each row first",
+            lambda a, dy: _normalised(np.exp(a.x)),
+        ),
         Mistake(
             "this is the diagonal of the Jacobian alone: y_i also depends on x_j",
             lambda a, dy: {"dx": softmax(a.x) * (1 - softmax(a.x)) * dy},

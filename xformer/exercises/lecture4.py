@@ -98,18 +98,7 @@ FEED_FORWARD = Exercise(
 
 x, y: (B, T, D);  w1 (D, F), b1 (F,), w2 (F, D), b2 (D,).    y = max(0, x w1 + b1) w2 + b2
 """,
-    code='''
-
-def feed_forward(x, w1, b1, w2, b2):
-    """y = max(0, x w1 + b1) w2 + b2."""
-    xp = array_namespace(x)
-    raise NotImplementedError  # return y, saved
-
-
-def feed_forward_backward(dy, saved):
-    """(dx, dw1, db1, dw2, db2)."""
-    raise NotImplementedError  # return dx, dw1, db1, dw2, db2
-''',
+    code=unwritten("feed_forward(x, w1, b1, w2, b2)", "y = max(0, x w1 + b1) w2 + b2."),
     reference=_feed_forward,
     draws={"x (2, 3, 5), F 7": normal(x=(2, 3, 5), w1=(5, 7), b1=(7,), w2=(7, 5), b2=(5,))},
     source="xformer/layers/feed_forward.py",

@@ -185,21 +185,8 @@ x, y: any shape.    y = x keep / (1 - rate); keep is 0 with probability rate
 element is kept if its word is at least round(rate 2^32). `saved` needs no array: draw the words
 again. (`math.prod(x.shape)` is the number of elements.)
 """,
-    code='''import math
-
-from xformer import ops
-
-
-def dropout(x, *, rate, key):
-    """y = x * keep / (1 - rate)."""
-    xp = array_namespace(x)
-    raise NotImplementedError  # return y, saved
-
-
-def dropout_backward(dy, saved):
-    """dx, in the shape of x."""
-    raise NotImplementedError  # return dx
-''',
+    code="import math\n\nfrom xformer import ops\n"
+    + unwritten("dropout(x, *, rate, key)", "y = x * keep / (1 - rate)."),
     **of_op("dropout"),
     draws={
         "x (5, 7)": normal({"rate": 0.3, "key": KEY}, x=(5, 7)),
