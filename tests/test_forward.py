@@ -17,7 +17,6 @@ from xformer import backends, finetune, kernels, pretrained, tree
 from xformer.backends.numba.program import run as programs
 from xformer.compiling import Forward, bucket, records
 from xformer.finetune import TrainConfig
-from xformer.finetune.base import TaskLoss
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.sentences import batches, classify, embed
 from xformer.training import evaluate
@@ -131,7 +130,7 @@ def test_validation(name: str, tmp_path: Path, recorded: list[Any]) -> None:
     # another loss, of the same arrays
     loss = lambda params, batch, place: (task.loss(params, batch, place)[0], None)  # noqa: E731
     (one,) = [task.batch(found[:size], np.random.default_rng(0))]
-    whole = evaluate(TaskLoss(task), params, [one, one], NUMBA)
+    whole = evaluate(task, params, [one, one], NUMBA)
     assert evaluate(loss, params, [one], NUMBA) == pytest.approx(whole, rel=1e-5)
 
 

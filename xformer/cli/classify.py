@@ -33,8 +33,6 @@ def run(args: argparse.Namespace) -> int:
     texts: list[Any] = texts_of(args)
     if args.pairs:
         texts = [_pair(text, i) for i, text in enumerate(texts)]
-    if args.top < 1:
-        raise ValueError(f"--top must be at least 1, got {args.top}")
 
     def lines(i: int, probs: np.ndarray) -> str:
         if args.json:

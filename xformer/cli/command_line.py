@@ -11,8 +11,8 @@ import importlib
 import sys
 import traceback
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import xformer
@@ -91,7 +91,12 @@ def _run(argv: Sequence[str] | None) -> int:
             from xformer.cli import config_file  # after parsing: this import takes long
 
             file = config_file.use(args)
-        with _kernels_of(args):
+        with ExitStack() as stack:
+            if (backend := getattr(args, "backend", None)) is not None:
+                from xformer.cli.models import kernels_of  # after parsing: this import takes long
+
+                stack.enter_context(notes())
+                stack.enter_context(kernels_of(backend))
             status: int = args.run(args)
     except (ValueError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:
         message = by_option(in_words(error), args)
@@ -101,8 +106,8 @@ def _run(argv: Sequence[str] | None) -> int:
             sizes = sizes_given(args, commands[asked[0]])
             if sizes not in message:
                 error.add_note(f"asked for {sizes}")
-        notes = getattr(error, "__notes__", [])  # for example, the last good checkpoint
-        end(f"xformer: error: {one_line('; '.join([message, *notes]))}")
+        added = getattr(error, "__notes__", [])  # for example, the last good checkpoint
+        end(f"xformer: error: {one_line('; '.join([message, *added]))}")
         return 1
     except KeyboardInterrupt:
         end("xformer: interrupted")
@@ -114,19 +119,6 @@ def _run(argv: Sequence[str] | None) -> int:
     finally:
         warnings.formatwarning = usual
     return status
-
-
-@contextmanager
-def _kernels_of(args: argparse.Namespace) -> Iterator[None]:
-    """A context with the kernels of --backend, if the command has this option."""
-    backend = getattr(args, "backend", None)
-    if backend is None:
-        yield
-        return
-    from xformer.cli.models import kernels_of  # after parsing: this import takes long
-
-    with notes(), kernels_of(backend):
-        yield
 
 
 def _meet(words: Sequence[str]) -> None:

@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     exercise = get(args.name)
     if args.solution:
-        print(_solution(exercise))
+        lines = [f"mistake:     {says}" for says in exercise.planted]
+        lines += [f"source:      {exercise.source}", f"explanation: {exercise.page}"]
+        print("\n".join(lines))
         return 0
     if args.check:
         path = Path(f"{exercise.name}.py" if args.check is True else args.check)
@@ -73,12 +75,6 @@ def _listed() -> str:
         lines += [f"  {one.name:{width}}  {one.summary}" for one in exercises]
     lines.append("\nxformer exercise NAME writes NAME.py; xformer exercise NAME --check grades it")
     return "\n".join(lines)
-
-
-def _solution(exercise: Exercise) -> str:
-    """Files of the repository; and what was planted, where the mistake was to be found."""
-    lines = [f"mistake:     {says}" for says in exercise.planted]
-    return "\n".join([*lines, f"source:      {exercise.source}", f"explanation: {exercise.page}"])
 
 
 def _check(exercise: Exercise, path: Path, seconds: float) -> int:

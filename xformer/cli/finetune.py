@@ -22,6 +22,7 @@ from xformer.cli.parser import Parser
 from xformer.cli.progress import each
 from xformer.cli.run_options import ABOUT_ENDS, add_options, config_of, dashed, how_to_resume, kept
 from xformer.cli.steps import say_why, shown
+from xformer.cli.summary import title
 from xformer.cli.texts import watched
 from xformer.cli.train import folder_of
 from xformer.distributed.world import World
@@ -211,12 +212,6 @@ def _best(job: Job, state: State, save: Callable[[Any], Any], world: World) -> B
     return best
 
 
-def _logged(folder: Path, step: int) -> dict[str, float]:
-    """The accuracy and F1 in the log of a run after a step, if they are there."""
-    row = next((row for row in rows(folder / LOG) if row["step"] == step), {})
-    return {name: row[name] for name in MEASURES if name in row}
-
-
 def _in_words(measures: Mapping[str, float] | None) -> list[str]:
     """Text of each measure: "accuracy 0.912"."""
     return [f"{MEASURES[name]} {value:.3f}" for name, value in (measures or {}).items()]
@@ -227,7 +222,10 @@ def _conclude(job: Job, folder: Path, state: State, best: Best, before: float | 
     if best.loss < math.inf:
         was = "" if before is None else f", {before:.3f} before training"
         which = "" if best.step == state.step else f"; the best model is from step {best.step}"
-        found = _logged(folder, best.step) if best.measures is None else best.measures
+        found = best.measures
+        if found is None:
+            row = next((row for row in rows(folder / LOG) if row["step"] == best.step), {})
+            found = {name: row[name] for name in MEASURES if name in row}
         measures = "".join(f", {text}" for text in _in_words(found))
         print(f"validation loss {best.loss:.3f} nats{was}{measures}{which}")
     print(f"saved to {folder} after {state.step} steps, {state.seconds:.0f} s")
@@ -285,11 +283,11 @@ def _chosen(args: FinetuneOptions, params: Any, is_new: bool) -> Any:
 def _introduce(job: Job, step: int, world: World) -> None:
     """Print the model, the device and the data, and the step that a run resumes from."""
     model, params = job.task.model, job.params
-    kind = model.hf_config.get("architectures", [type(model).__name__])[0]
     added = sum(_size((node.a, node.b)) for node in lora.adapters(params).values())
     trained = _size(tree.trained(params))
     adapters = f" and {added:,} in adapters" if added else ""
-    print(f"model: {kind}, {_size(params) - added:,} parameters{adapters}; {trained:,} trained")
+    sizes = f"{_size(params) - added:,} parameters{adapters}; {trained:,} trained"
+    print(f"model: {title(model)}, {sizes}")
     print(f"on {job.backend.describe()}{description(world)}")
     counts = [f"{len(part):,}" for part in (job.examples, job.held_out)]
     cut = sum(example.is_cut for example in (*job.examples, *job.held_out))

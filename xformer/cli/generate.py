@@ -73,12 +73,20 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuations; then, on stderr, the tokens per second."""
     choice(args, Settings())  # raises for bad options before a model is read
-    _require_precision(args)
-    loaded = _with_memory(_rounded(opened(args), args), args)
+    if args.precision is not None:  # before the model is loaded, so that it fails early
+        backends.get(args.backend, args.device).require_precision(args.precision)
+        if args.dtype != "float32":
+            raise ValueError(f"--precision needs --dtype float32, got {args.dtype}")
+    loaded = _with_memory(opened(args), args)
+    backend = backends.get(args.backend, args.device)
+    loaded = loaded._replace(params=backend.cast_params(loaded.params, args.precision))
     model = loaded.model
     require_writer("generate", model)
     settings = settings_of(model)
-    chosen, ends = choice(args, settings), _ends(args, loaded)
+    chosen = choice(args, settings)
+    for i in args.stop_id:
+        require_id("--stop-id", n_tokens(model), id=i)
+    ends = ends_of(loaded.tokenizer, model).union(args.stop_id)
     prompt = loaded.prompt(args.prompt)
     is_target = isinstance(model, EncoderDecoder)
     first = start_id(loaded) if is_target else None
@@ -114,24 +122,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _require_precision(args: argparse.Namespace) -> None:
-    """ValueError if the backend cannot store parameters in --precision, or --dtype excludes it.
-
-    --precision is bfloat16 or float16, and needs --dtype float32. ImportError if bfloat16 needs the
-    package ml_dtypes. Called before the model is loaded, so that it fails early.
-    """
-    if args.precision is not None:
-        backends.get(args.backend, args.device).require_precision(args.precision)
-        if args.dtype != "float32":
-            raise ValueError(f"--precision needs --dtype float32, got {args.dtype}")
-
-
-def _rounded(loaded: LoadedModel, args: argparse.Namespace) -> LoadedModel:
-    """The model with its parameters stored in --precision."""
-    backend = backends.get(args.backend, args.device)
-    return loaded._replace(params=backend.cast_params(loaded.params, args.precision))
-
-
 def _with_memory(loaded: LoadedModel, args: argparse.Namespace) -> LoadedModel:
     """The model with a segment memory of --memory tokens. ValueError if it has none."""
     if args.memory is None:
@@ -150,13 +140,6 @@ def write(pieces: Iterable[str], prompt: str) -> None:
         if is_lost():
             break
     print()
-
-
-def _ends(args: argparse.Namespace, loaded: LoadedModel) -> frozenset[int]:
-    """The ids that end the text: the model's stop tokens and --stop-id. ValueError for bad ids."""
-    for i in args.stop_id:
-        require_id("--stop-id", n_tokens(loaded.model), id=i)
-    return ends_of(loaded.tokenizer, loaded.model).union(args.stop_id)
 
 
 def _new_ids(

@@ -31,12 +31,6 @@ def run(cases: Sequence[Case], n: int, *, by_case: bool) -> int:
     return 1 if failed else 0
 
 
-def worst(found: Sequence[Accuracy]) -> tuple[int, list[float]]:
-    """The fewest digits, and the largest errors of float64 in the order of `HEAD`."""
-    errors = zip(*((*each.reference, *each.kernels) for each in found), strict=True)
-    return min(each.agreed for each in found), [max(column) for column in errors]
-
-
 def errors(found: Sequence[Accuracy], *, by_case: bool) -> str:
     """A row for each case or subject: digits that agree, and the largest errors of float64."""
     groups: dict[str, list[Accuracy]] = {}
@@ -44,8 +38,9 @@ def errors(found: Sequence[Accuracy], *, by_case: bool) -> str:
         groups.setdefault(each.case.name if by_case else each.case.subject, []).append(each)
     rows = [HEAD]
     for label, group in groups.items():
-        agreed, greatest = worst(group)
-        rows.append((label, str(agreed), *(f"{error:.1e}" for error in greatest)))
+        columns = zip(*((*each.reference, *each.kernels) for each in group), strict=True)
+        agreed = min(each.agreed for each in group)
+        rows.append((label, str(agreed), *(f"{max(column):.1e}" for column in columns)))
     return table(rows)
 
 

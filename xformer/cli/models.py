@@ -20,6 +20,7 @@ from xformer.pretrained.tokenizer import tokenizer
 from xformer.training import Vocabulary, checkpoint, load_vocabulary
 
 TOKENIZERS = "tokenizer.json, vocab.json with merges.txt, vocab.txt"
+ELSEWHERE = "if the tokenizer is elsewhere, give --tokenizer PATH"
 
 
 class LoadedModel(NamedTuple):
@@ -56,7 +57,11 @@ def opened(args: Any) -> LoadedModel:
     # there may be several; then the size of the model's vocabulary decides.
     words: Codec | None = tokenizer(args.tokenizer) if args.tokenizer else None
     if words is None and path.is_dir():
-        words = _tokenizer_in(path)
+        try:
+            words = tokenizer(path)
+        except FileNotFoundError as error:
+            why = f"{error}; looked for {TOKENIZERS}; {ELSEWHERE}"
+            raise FileNotFoundError(why) from error
     model, params = loaded(path, args.backend, args.dtype, args.device)
     return LoadedModel(model, params, words or _tokenizer_beside(path, model))
 
@@ -125,16 +130,6 @@ def enable_float64(backend: str, dtype: str) -> None:
         enable_float64()
 
 
-def _tokenizer_in(folder: Path) -> Codec:
-    try:
-        return tokenizer(folder)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{error}; looked for {TOKENIZERS}; "
-            "if the tokenizer is elsewhere, give --tokenizer PATH"
-        ) from error
-
-
 def _tokenizer_beside(path: Path, model: Any) -> Codec:
     """The llama2.c tokenizer beside `path` that has the model's vocabulary size."""
     size = model.embed.vocab_size
@@ -149,5 +144,5 @@ def _tokenizer_beside(path: Path, model: Any) -> Codec:
             return candidate
     raise FileNotFoundError(
         f"there is no tokenizer of {size} tokens beside {path}: looked for tok*.bin{others}; "
-        "if the tokenizer is elsewhere, give --tokenizer PATH"
+        f"{ELSEWHERE}"
     )

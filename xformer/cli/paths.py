@@ -41,9 +41,9 @@ def nonempty(text: str) -> str:
     return text
 
 
-def add_model(add: Callable[..., Any], what: str = MODEL, *, required: bool = True) -> None:
+def add_model(add: Callable[..., Any], what: str = MODEL) -> None:
     """Add --model and --tokenizer by `add`, the method `add_argument` of a parser or of a group."""
-    add("--model", metavar="PATH", type=nonempty, required=required, help=what)
+    add("--model", metavar="PATH", type=nonempty, required=True, help=what)
     add("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
 
 

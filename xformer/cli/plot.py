@@ -8,7 +8,7 @@ from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.cli.progress import each
 from xformer.plots.curves import AXES, training_curves
-from xformer.plots.log import Log, read_log
+from xformer.plots.log import read_log
 from xformer.plots.style import require_drawable, save
 
 
@@ -30,13 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Draw the curves and print the path of the picture."""
     require_drawable(args.out)
     logs = [read_log(path) for path in each(args.runs, "reading", "logs")]
-    print(save(training_curves(_named(logs, args.runs), x=args.x), args.out))
+    if len({log.name for log in logs}) < len(logs):
+        logs = [log._replace(name=path) for log, path in zip(logs, args.runs, strict=True)]
+    print(save(training_curves(logs, x=args.x), args.out))
     return 0
-
-
-def _named(logs: list[Log], paths: list[str]) -> list[Log]:
-    """The logs; if two runs have the same name, each is named by its path."""
-    names = [log.name for log in logs]
-    if len(set(names)) == len(names):
-        return logs
-    return [log._replace(name=path) for log, path in zip(logs, paths, strict=True)]

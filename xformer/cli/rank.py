@@ -27,8 +27,6 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print score, number and text of each text; with --json, one JSON object a text."""
     texts = texts_of(args)
-    if args.top is not None and args.top < 1:
-        raise ValueError(f"--top must be at least 1, got {args.top}")
     options = rank_settings(args.model)._asdict() | given(args, "activation", "max_len")
     options["batch_size"] = args.batch
     done: list[Ranked] = []

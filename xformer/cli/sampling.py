@@ -74,7 +74,10 @@ def choice(args: argparse.Namespace, settings: Settings) -> Choice:
     defaults: dict[str, Any] = {}
     if beams is None and (is_drawn or in_files.get("do_sample", not in_files)):
         names = FILTERS
-        defaults = _sampling_defaults(in_files)
+        defaults = {"temperature": TEMPERATURE}
+        if in_files.get("do_sample", False):  # then the defaults of transformers
+            unset = [name for name in ("temperature", "top_k") if name not in in_files]
+            defaults = {name: DEFAULTS[name] for name in unset}
     elif beams is None:
         defaults = {"temperature": 0}
     used = {name: in_files[name] for name in names if name in in_files and name not in options}
@@ -114,13 +117,6 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     if args.beams is not None and drawing:
         raise ValueError(f"--beams does not sample: it excludes {', '.join(drawing)}")
     return options
-
-
-def _sampling_defaults(in_files: dict[str, Any]) -> dict[str, Any]:
-    """The defaults of transformers if the model's files ask for sampling; else the command's."""
-    if in_files.get("do_sample", False):
-        return {name: DEFAULTS[name] for name in ("temperature", "top_k") if name not in in_files}
-    return {"temperature": TEMPERATURE}
 
 
 def announce(args: argparse.Namespace, settings: Settings, chosen: Choice) -> None:

@@ -61,8 +61,6 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Bring the index up to date, and print the hits of each query; JSON: one object a hit."""
     queries = texts_of(args)
-    if args.top < 1:
-        raise ValueError(f"--top must be at least 1, got {args.top}")
     for_query, for_passage = prompt_names(prompts(args.model))
     query = _options(args, args.query_prompt or for_query)
     passage = _options(args, args.passage_prompt or for_passage)

@@ -73,7 +73,7 @@ def _data(model: Any, stored: dict[str, int], result: Summary) -> dict[str, Any]
     of_memory = {"inference": memory.inference, "training": memory.training}
     of_flops = {"forward": flops.forward, "training": flops.training}
     return {
-        "model": _title(model),
+        "model": title(model),
         "context": context(model),
         "stored": stored,
         "parameters": result.n_params,
@@ -90,16 +90,17 @@ def _data(model: Any, stored: dict[str, int], result: Summary) -> dict[str, Any]
     }
 
 
-def _title(model: Any) -> str:
-    names = (getattr(model, "hf_config", None) or {}).get("architectures")
-    kind = (getattr(model, "hf_config", None) or {}).get("model_type")
-    return str(names[0] if names else kind or type(model).__name__)
+def title(model: Any) -> str:
+    """The name of a model's architecture, for people."""
+    config = getattr(model, "hf_config", None) or {}
+    names = config.get("architectures")
+    return str(names[0] if names else config.get("model_type") or type(model).__name__)
 
 
 def _about(model: Any, stored: dict[str, int]) -> Iterator[Row]:
     """The configuration in a few rows."""
     blocks = model.blocks
-    yield "model", _title(model)
+    yield "model", title(model)
     dtypes = ", ".join(dtype for dtype in stored if stored[dtype])
     yield "stored", f"{size(sum(stored.values()))} of {dtypes}"
     depth = f"{len(blocks)}"

@@ -33,7 +33,10 @@ def add_options(parser: argparse.ArgumentParser, text: str = "text", row: str = 
 
 
 def texts_of(args: argparse.Namespace) -> list[str]:
-    """The texts of the command line, then the lines of --file. ValueError if there is no text."""
+    """The texts of the command line, then the lines of --file.
+
+    ValueError if there is no text, and for a --top below 1.
+    """
     texts: list[str] = []
     if "-" in args.text and sys.stdin is None:
         raise ValueError("- reads standard input, but that is closed")
@@ -43,6 +46,8 @@ def texts_of(args: argparse.Namespace) -> list[str]:
         texts += _lines(Path(args.file).read_bytes(), args.file)
     if not texts:
         raise ValueError("there are no texts: give a text, --file PATH, or - for standard input")
+    if (top := getattr(args, "top", None)) is not None and top < 1:
+        raise ValueError(f"--top must be at least 1, got {top}")
     return texts
 
 

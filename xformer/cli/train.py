@@ -145,7 +145,11 @@ def _train(job: Job, run: Run, state: State, options: TrainOptions) -> State:
     steps = train(job.loss, state, job.source, job.config, job.backend, donate=True, **settings)
     begun = (state.step, state.seconds)
     every = None if run.world.rank else options.sample_every
-    with _reporting(run, options) as report:
+    reporting: AbstractContextManager[Callable[[Step], None]] = nullcontext(lambda step: None)
+    if options.log_to != "none" and not run.world.rank:
+        notes, again = train_options.by_long_name(run.notes), options.resume_step is not None
+        reporting = dashboard(options.log_to, run.folder, notes, again=again)
+    with reporting as report:
         for step in shown(steps, run, job.config.steps, begun, _perplexity):
             state = step.state
             report(step)
@@ -160,15 +164,6 @@ def _train(job: Job, run: Run, state: State, options: TrainOptions) -> State:
 def _perplexity(step: Step) -> list[str]:
     assert step.validation is not None  # it is the step of a validation
     return [f"perplexity {perplexity(step.validation):,.2f}"]
-
-
-def _reporting(run: Run, options: TrainOptions) -> AbstractContextManager[Callable[[Step], None]]:
-    """A context of a function that shows a step on the dashboard of --log-to."""
-    if options.log_to == "none" or run.world.rank:
-        return nullcontext(lambda step: None)
-    notes = train_options.by_long_name(run.notes)
-    again = options.resume_step is not None
-    return dashboard(options.log_to, run.folder, notes, again=again)
 
 
 def perplexity(loss: float) -> float:

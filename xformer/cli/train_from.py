@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xformer import pretrained
 from xformer.cli.models import vocabulary_of
 from xformer.cli.run_options import dashed
-from xformer.cli.summary import inspected
+from xformer.cli.summary import inspected, title
 from xformer.dispatch.checks import whole
 from xformer.finetune.base import LONGEST
 from xformer.finetune.saving import TOKENIZER, copy_beside
@@ -55,12 +55,10 @@ def origin_of(path: str) -> Origin:
     model, _ = inspected(root)
     is_causal = isinstance(model, LanguageModel) and model.causal
     if not is_causal or not isinstance(model.head, LMHead):
-        names = (getattr(model, "hf_config", None) or {}).get("architectures")
-        kind = names[0] if names else type(model).__name__
         command = f"xformer finetune --model {shlex.quote(path)}"
         where = command if getattr(model, "hf_config", None) else "the Python interface"
         raise ValueError(
-            f"--from: must be a causal language model, got {kind}; train it with {where}"
+            f"--from: must be a causal language model, got {title(model)}; train it with {where}"
         )
     is_run = model.hf_config is None
     words = vocabulary_of(root) if is_run else Subwords(tokenizer(root))

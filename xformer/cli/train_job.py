@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from xformer import backends
+from xformer import backends, training
 from xformer.cli import train_from
 from xformer.cli.models import enable_float64
 from xformer.cli.progress import each, progress
@@ -18,39 +18,24 @@ from xformer.distributed.launcher import launched
 from xformer.models import GPT, LanguageModel
 from xformer.models.precision import require_reducible
 from xformer.pretrained.matching import shapes_of
-from xformer.training import (
-    Batch,
-    Bytes,
-    Characters,
-    Corpus,
-    Loss,
-    Streams,
-    TrainConfig,
-    Windows,
-    load_corpus,
-    load_vocabulary,
-    loss_of,
-    named_vocabulary,
-    segment_loss_of,
-    unigram_loss,
-)
 from xformer.training.dashboards import require_dashboard
 
 PROMPT = "def "  # prompt of the samples if the text is Python's source
 PROMPT_LENGTH = 8  # otherwise the prompt is the first tokens of the validation text
-UNITS: dict[type, str] = {Bytes: "byte", Characters: "character"}  # otherwise "token"
+# Of a vocabulary; otherwise "token".
+UNITS: dict[type, str] = {training.Bytes: "byte", training.Characters: "character"}
 
 
 class Job(NamedTuple):
     """A model to train, its data and the configuration of training."""
 
     model: LanguageModel
-    loss: Loss
-    corpus: Corpus
-    source: Windows | Streams
-    validation: Windows | Streams
+    loss: training.Loss
+    corpus: training.Corpus
+    source: training.Windows | training.Streams
+    validation: training.Windows | training.Streams
     held_out: Held
-    config: TrainConfig
+    config: training.TrainConfig
     backend: backends.Backend
     prompt: str
     baseline: float  # validation loss of a unigram model, nats a token
@@ -64,10 +49,10 @@ class Job(NamedTuple):
 class Held:
     """Batches to validate on. Iterating shows progress if it takes long."""
 
-    def __init__(self, batches: list[Batch]) -> None:
+    def __init__(self, batches: list[training.Batch]) -> None:
         self.batches = batches
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[training.Batch]:
         yield from each(self.batches, "validating", "batches")
 
 
@@ -93,10 +78,10 @@ def job_of(options: TrainOptions) -> Job:
     if options.backend in backends.WITH_NUMPY:
         _require_memory(model, options)
     with progress() as report:
-        corpus = load_corpus(options.data, words, progress=report)
+        corpus = training.load_corpus(options.data, words, progress=report)
         source, validation = (_source(corpus, i, options, memory) for i in (0, 1))
         # Raises for damaged tokens, before a folder is made.
-        baseline = unigram_loss(corpus, report)
+        baseline = training.unigram_loss(corpus, report)
     if origin is None:
         model = _gpt(options, corpus.vocabulary.size)
     require_reducible("--precision", model, options.precision)
@@ -104,7 +89,7 @@ def job_of(options: TrainOptions) -> Job:
     if options.data is not None:
         prompt = corpus.vocabulary.decode(corpus.validation[:PROMPT_LENGTH].tolist())
     trained = dataclasses.replace(model, activation_checkpointing=options.activation_checkpointing)
-    loss = loss_of(trained) if memory is None else segment_loss_of(trained)
+    loss = training.loss_of(trained) if memory is None else training.segment_loss_of(trained)
     held_out = Held(list(validation.held_out(config.eval_batches)))
     fields = (model, loss, corpus, source, validation, held_out, config)
     return Job(*fields, backend, prompt, baseline)
@@ -138,13 +123,15 @@ def _words(options: TrainOptions) -> Any:
         return None
     if options.resume is not None:
         try:
-            return load_vocabulary(options.resume)
+            return training.load_vocabulary(options.resume)
         except FileNotFoundError:  # the run stopped before the vocabulary was saved
             pass
-    return named_vocabulary(options.tokenizer)
+    return training.named_vocabulary(options.tokenizer)
 
 
-def _source(corpus: Corpus, i: int, options: TrainOptions, memory: int | None) -> Windows | Streams:
+def _source(
+    corpus: training.Corpus, i: int, options: TrainOptions, memory: int | None
+) -> training.Windows | training.Streams:
     """Windows of the training part (i = 0) or the validation part (i = 1) of the corpus.
 
     memory: None unless the model has a segment memory, which needs streams
@@ -158,8 +145,8 @@ def _source(corpus: Corpus, i: int, options: TrainOptions, memory: int | None) -
     sha256 = None if corpus.sha256 is None else corpus.sha256[i]
     try:
         if memory is None:
-            return Windows(tokens, options.max_len, options.batch, options.seed, sha256)
-        return Streams(tokens, options.max_len, options.batch, sha256)
+            return training.Windows(tokens, options.max_len, options.batch, options.seed, sha256)
+        return training.Streams(tokens, options.max_len, options.batch, sha256)
     except ValueError as error:
         n_rows, hint = (1, "") if memory is None else (options.batch, " or --batch")
         if len(tokens) > options.max_len * n_rows:

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from xformer.base.choices import did_you_mean
 from xformer.exercises import lecture1, lecture2, lecture3, lecture4, lecture5, lecture6
 from xformer.exercises.exercise import Exercise, Mistake
@@ -18,7 +20,11 @@ from xformer.exercises.grade import grade, load
 __all__ = ["EXERCISES", "Exercise", "Finding", "Grade", "Mistake", "get", "grade", "load"]
 
 _LECTURES = (lecture1, lecture2, lecture3, lecture4, lecture5, lecture6)
-EXERCISES = {one.name: one for lecture in _LECTURES for one in lecture.EXERCISES}
+EXERCISES = {
+    one.name: replace(one, lecture=n)
+    for n, lecture in enumerate(_LECTURES, start=1)
+    for one in lecture.EXERCISES
+}
 
 
 def get(name: str) -> Exercise:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xformer import ops
+
 Draw = Callable[[np.random.Generator], tuple[dict[str, Any], dict[str, Any]]]
 Formula = Callable[[SimpleNamespace, Any], dict[str, Any]]
 
@@ -56,7 +58,6 @@ class Exercise:
     """An exercise, for one or two functions of a file.
 
     name: the name of the exercise and its file.
-    lecture: 1 to 6.
     summary: one line.
     task: the text of the file's docstring, without the rules that all exercises share.
     code: the functions of the file, incomplete or with a mistake.
@@ -69,10 +70,10 @@ class Exercise:
     mistakes: known wrong formulas.
     function: the name of the function; None: `name`.
     planted: what is wrong with the code, if the exercise is to find the mistake in it.
+    lecture: 1 to 6; `EXERCISES` sets it.
     """
 
     name: str
-    lecture: int
     summary: str
     task: str
     code: str
@@ -85,6 +86,7 @@ class Exercise:
     mistakes: tuple[Mistake, ...] = ()
     function: str | None = None
     planted: tuple[str, ...] = ()
+    lecture: int = 0
 
     @property
     def function_name(self) -> str:
@@ -112,6 +114,42 @@ class Exercise:
         return self.draws[case](np.random.default_rng(list(case.encode())))
 
 
+def unwritten(
+    signature: str, formula: str, returns: str = "y, saved", *, has_backward: bool = True
+) -> str:
+    """The `code` of a function that the learner writes, and of its backward.
+
+    signature: name, arrays and options: "dropout(x, *, rate, key)".
+    formula: the docstring.
+    """
+    name, _, arguments = signature.removesuffix(")").partition("(")
+    arrays = arguments.partition(", *, ")[0].split(", ")
+    code = f'''
+
+def {signature}:
+    """{formula}"""
+    xp = array_namespace({arrays[0]})
+    raise NotImplementedError  # return {returns}
+'''
+    if not has_backward:
+        return code
+    *others, last = arrays
+    grads = ", ".join(f"d{array}" for array in arrays)
+    what = f"({grads}), in the shapes of {', '.join(others)} and {last}" if others else grads
+    return f'''{code}
+
+def {name}_backward(dy, saved):
+    """{what if others else f"{grads}, in the shape of {last}"}."""
+    raise NotImplementedError  # return {grads}
+'''
+
+
+def of_op(name: str) -> dict[str, Any]:
+    """The reference, source and page of an exercise about one of our ops."""
+    page = f"docs/derivations/{name}.md"
+    return {"reference": getattr(ops, name), "source": f"xformer/ops/{name}.py", "page": page}
+
+
 def normal(
     options: dict[str, Any] | Callable[[np.random.Generator], dict[str, Any]] | None = None,
     scale: float = 1.0,
@@ -127,24 +165,3 @@ def normal(
         return arrays, options(rng) if callable(options) else dict(options or {})
 
     return draw
-
-
-def rows(x: Any) -> Any:
-    """(..., D) -> (N, D)."""
-    return np.reshape(x, (-1, x.shape[-1]))
-
-
-def mean(x: Any) -> Any:
-    """The mean along the last axis, (..., 1)."""
-    return np.mean(x, axis=-1, keepdims=True)
-
-
-def total(x: Any) -> Any:
-    """The sum along the last axis, (..., 1)."""
-    return np.sum(x, axis=-1, keepdims=True)
-
-
-def softmax(x: Any, axis: int = -1) -> Any:
-    """Softmax along an axis."""
-    e = np.exp(x - np.max(x, axis=axis, keepdims=True))
-    return e / np.sum(e, axis=axis, keepdims=True)

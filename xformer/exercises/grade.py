@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from array_api_compat import is_array_api_obj
@@ -70,9 +72,9 @@ def grade(
     used = [backends.get(library) for library in libraries]
     for backend in used:
         for case in exercise.draws:
-            run = _Run(exercise, names, backend, case, seconds)
+            run = Run(exercise, names, backend, case, seconds)
             findings += run.findings()
-            for row, hint in hints_of(exercise, case, run.dy, run.got, run.wanted, run.wrong):
+            for row, hint in hints_of(run):
                 hints.setdefault(row, []).append(hint)
     by_row = {row: tuple(dict.fromkeys(texts)) for row, texts in hints.items()}
     return Grade(exercise, tuple(b.name for b in used), tuple(findings), by_row)
@@ -82,28 +84,24 @@ class _Wrong(Exception):
     """What is wrong with a row, as a sentence."""
 
 
-class _Run:
-    """The learner's functions in one case on one library.
+@dataclass
+class Run:
+    """The learner's functions in one case on one library."""
 
-    got, wanted: NumPy arrays by row. A row of the first is missing if it could not be computed.
-    """
+    exercise: Exercise
+    names: Mapping[str, Any]
+    backend: Backend
+    case: str
+    seconds: float | None
+    # NumPy arrays by row. A row of `got` is missing if it could not be computed.
+    got: dict[str, Any] = field(default_factory=dict)
+    wanted: dict[str, Any] = field(default_factory=dict)
+    dy: Any = None
+    says: dict[str, str] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        exercise: Exercise,
-        names: Mapping[str, Any],
-        backend: Backend,
-        case: str,
-        seconds: float | None,
-    ) -> None:
-        self.seconds = seconds
-        self.exercise, self.names, self.backend, self.case = exercise, names, backend, case
-        self.arrays, self.options = exercise.draw(case)
-        self.got: dict[str, Any] = {}
-        self.wanted: dict[str, Any] = {}
+    def __post_init__(self) -> None:
+        self.arrays, self.options = self.exercise.draw(self.case)
         self.arguments: dict[str, Any] = {}  # the arguments, on the library
-        self.dy: Any = None
-        self.says: dict[str, str] = {}
 
     def findings(self) -> list[Finding]:
         """A finding for each output and gradient, and one for what else is wrong."""
@@ -148,7 +146,7 @@ class _Run:
         if more := got.keys() - self.wanted.keys():
             raise _Wrong(f"{name} must return {', '.join(self.wanted)}; {min(more)} is too many")
         for row, wanted in self.wanted.items():
-            self.says[row] = self._judged(row, got, wanted)
+            self.says[row] = self._formed(row, got, wanted) or self._difference(row, wanted)
         written = self._written(arguments)
         if written:
             self.says["inputs"] = f"{name} writes to its argument {written}: return a new array"
@@ -190,16 +188,15 @@ class _Run:
 
     def _numeric(self, name: str, saved: Any, y: Any) -> dict[str, str]:
         """By gradient: what finite differences of our own forward say, empty if they agree."""
-        run = self
 
-        class Cache(NamedTuple):
-            def backward(self, dy: Any) -> Any:
-                grads = run._gradients(name, saved, dy)
-                return tuple(run.backend.to_numpy(g) for g in grads.values())
+        def backward(dy: Any) -> Any:
+            grads = self._gradients(name, saved, dy)
+            return tuple(self.backend.to_numpy(g) for g in grads.values())
 
         def forward(*arrays: Any) -> tuple[Any, Any]:
             with dispatch.reference_only():
-                return run.exercise.reference(*arrays, **run.options)[0], Cache()
+                y, _ = self.exercise.reference(*arrays, **self.options)
+            return y, SimpleNamespace(backward=backward)
 
         try:
             report = gradcheck(forward, *self.arrays.values(), elementwise=0)
@@ -207,18 +204,11 @@ class _Run:
             return dict.fromkeys(self.exercise.gradient_names, str(wrong))
         _, *rows = report.rows
         errors = [row.error for row in rows]
-        *each, again, _ = [
-            f"relative error {e:.1e}" if not e <= report.rtol else "" for e in errors
-        ]
+        *each, again, _ = ["" if e <= report.rtol else f"relative error {e:.1e}" for e in errors]
         if again:
-            return dict.fromkeys(
-                self.exercise.gradient_names,
-                f"{name} gives another result when it is called again: it changes `saved`",
-            )
+            says = f"{name} gives another result when it is called again: it changes `saved`"
+            return dict.fromkeys(self.exercise.gradient_names, says)
         return dict(zip(self.exercise.gradient_names, each, strict=True))
-
-    def _judged(self, row: str, got: dict[str, Any], wanted: Any) -> str:
-        return self._formed(row, got, wanted) or self._difference(row, wanted)
 
     def _formed(self, row: str, got: dict[str, Any], wanted: Any) -> str:
         """What is wrong with the library, dtype, shape or finiteness of a row; it goes to `got`."""
@@ -236,7 +226,7 @@ class _Run:
         if host.shape != wanted.shape:
             return f"must have shape {wanted.shape}, got {host.shape}"
         if not np.all(np.isfinite(host)):
-            at = _first(~np.isfinite(host))
+            at = np.unravel_index(int(np.argmax(~np.isfinite(host))), host.shape)
             return f"must be finite, got {host[at]} at {_at(row, at)}"
         return ""
 
@@ -299,10 +289,6 @@ def _form(value: Any) -> str:
 
 def _at(row: str, index: tuple[Any, ...]) -> str:
     return f"{row}[{', '.join(str(int(i)) for i in index)}]" if index else row
-
-
-def _first(where: Any) -> tuple[Any, ...]:
-    return np.unravel_index(int(np.argmax(where)), where.shape)
 
 
 def _raised(error: BaseException, path: Any) -> str:

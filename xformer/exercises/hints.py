@@ -5,57 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xformer.base import tree
-from xformer.exercises.exercise import Exercise, Mistake
+
+if TYPE_CHECKING:
+    from xformer.exercises.grade import Run  # which imports this module
 
 SAME = 1e-6  # arrays with a relative difference up to this come from the same formula
 PLANTED = "the mistake of the file is still there"
 
 
-def hints_of(
-    exercise: Exercise,
-    case: str,
-    dy: Any,
-    got: dict[str, Any],
-    wanted: dict[str, Any],
-    wrong: list[str],
-) -> Iterator[tuple[str, str]]:
-    """(row, hint) for each wrong row whose values are known to come from a wrong formula.
-
-    dy: the gradient that the learner's backward was given, if it was called.
-    got, wanted: NumPy arrays by row.
-    wrong: the rows of `got` that are wrong.
-    """
-    if not wrong:
+def hints_of(run: Run) -> Iterator[tuple[str, str]]:
+    """(row, hint) for each wrong row whose values are known to come from a wrong formula."""
+    if not run.wrong:
         return
-    arrays, options = exercise.draw(case)
-    known = _known(exercise, SimpleNamespace(**arrays, **options, dy=dy), got, wanted, wrong)
+    arrays, options = run.exercise.draw(run.case)
+    known = _known(run, SimpleNamespace(**arrays, **options))
     yield from known
-    for row in wrong:
-        if row not in dict(known) and np.all(np.isfinite(got[row])):
-            yield from ((row, hint) for hint in _general(row, got[row], wanted, arrays))
+    for row in run.wrong:
+        if row not in dict(known) and np.all(np.isfinite(run.got[row])):
+            yield from ((row, hint) for hint in _general(row, run.got[row], run.wanted, arrays))
 
 
-def _known(
-    exercise: Exercise,
-    a: SimpleNamespace,
-    got: dict[str, Any],
-    wanted: dict[str, Any],
-    wrong: list[str],
-) -> list[tuple[str, str]]:
+def _known(run: Run, a: SimpleNamespace) -> list[tuple[str, str]]:
     """The exercise's mistakes whose formulas give exactly the learner's values."""
     hints = []
-    for mistake in exercise.mistakes:
-        values = _values(mistake, a, a.dy)
-        hit = [row for row in values if row in wrong]
-        if any(alike(values[row], wanted[row]) for row in hit):
+    for mistake in run.exercise.mistakes:
+        try:
+            with np.errstate(all="ignore"):
+                values = tree.flatten(mistake.formula(a, run.dy))
+        except ValueError:  # the shapes do not fit the formula
             continue
-        if all(row in got and alike(got[row], value) for row, value in values.items()):
-            planted = mistake.says in exercise.planted
+        hit = [row for row in values if row in run.wrong]
+        if any(alike(values[row], run.wanted[row]) for row in hit):
+            continue
+        if all(row in run.got and alike(run.got[row], value) for row, value in values.items()):
+            planted = mistake.says in run.exercise.planted
             hints += [(row, PLANTED if planted else mistake.says) for row in hit]
     return hints
 
@@ -82,15 +70,6 @@ def _general(
     for other, value in wanted_rows.items():
         if other != row and value is not None and alike(got, value):
             yield f"this is the right {other}"
-
-
-def _values(mistake: Mistake, a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    """The arrays of a wrong formula; none if the shapes do not fit it."""
-    try:
-        with np.errstate(all="ignore"):
-            return tree.flatten(mistake.formula(a, dy))
-    except ValueError:
-        return {}
 
 
 def _factor(factor: float, arrays: dict[str, Any]) -> str:

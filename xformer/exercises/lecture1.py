@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer import ops
-from xformer.exercises.exercise import Exercise, Mistake, normal, rows, softmax, total
+from xformer.exercises.exercise import Exercise, Mistake, normal, of_op, unwritten
+from xformer.exercises.formulas import rows, softmax, total
 
 DIVIDED = (
     "dw and db are divided by the number of rows. A mean, if the loss has one, is in dy already"
@@ -25,13 +25,7 @@ def _divided(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
     return {"dw": rows(a.x).T @ rows(dy) / n, "db": np.sum(rows(dy), axis=0) / n}
 
 
-def _one_maximum(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    e = np.exp(a.x - np.max(a.x))
-    return {"y": e / total(e)}
-
-
-def _no_maximum(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    e = np.exp(a.x)
+def _normalised(e: Any) -> dict[str, Any]:
     return {"y": e / total(e)}
 
 
@@ -44,7 +38,6 @@ def linear(x, w, b):
 
 LINEAR = Exercise(
     name="linear",
-    lecture=1,
     summary="backward of y = x w + b",
     task="""Write the backward of a linear map.
 
@@ -62,14 +55,12 @@ def linear_backward(dy, saved):
     xp = array_namespace(dy)
     raise NotImplementedError  # return dx, dw, db
 ''',
-    reference=ops.linear,
+    **of_op("linear"),
     draws={
         "x (5, 3)": normal(x=(5, 3), w=(3, 7), b=(7,)),
         "x (2, 3, 5)": normal(x=(2, 3, 5), w=(5, 7), b=(7,)),
         "square w": normal(x=(5, 4), w=(4, 4), b=(4,)),
     },
-    source="xformer/ops/linear.py",
-    page="docs/derivations/linear.md",
     mistakes=(
         Mistake(DIVIDED, _divided, "004-divided-by-rows"),
         Mistake(
@@ -83,28 +74,14 @@ def linear_backward(dy, saved):
 
 RELU = Exercise(
     name="relu",
-    lecture=1,
     summary="y = max(0, x), forward and backward",
     task="""Write the rectified linear unit, forward and backward.
 
 x, y: any shape, the same.    y = max(0, x), elementwise. The derivative at 0 is defined as 0.
 """,
-    code='''
-
-def relu(x):
-    """y = max(0, x)."""
-    xp = array_namespace(x)
-    raise NotImplementedError  # return y, saved
-
-
-def relu_backward(dy, saved):
-    """dx, in the shape of x."""
-    raise NotImplementedError  # return dx
-''',
-    reference=ops.relu,
+    code=unwritten("relu(x)", "y = max(0, x)."),
+    **of_op("relu"),
     draws={"x (5, 7)": normal(x=(5, 7)), "x (2, 3, 5)": normal(x=(2, 3, 5))},
-    source="xformer/ops/relu.py",
-    page="docs/derivations/relu.md",
     mistakes=(
         Mistake("dy must pass only where x > 0", lambda a, dy: {"dx": dy}),
         Mistake(
@@ -117,7 +94,6 @@ def relu_backward(dy, saved):
 
 SOFTMAX = Exercise(
     name="softmax",
-    lecture=1,
     summary="softmax that does not overflow, forward and backward",
     task="""Write softmax over the last axis, forward and backward.
 
@@ -126,19 +102,8 @@ x, y: (..., V).    y_i = exp(x_i) / sum_j exp(x_j)
 The check also has numbers near 1000, of which exp overflows, and rows far below others. What may be
 subtracted from a row without changing y?
 """,
-    code='''
-
-def softmax(x):
-    """y = exp(x) / sum(exp(x)) over the last axis."""
-    xp = array_namespace(x)
-    raise NotImplementedError  # return y, saved
-
-
-def softmax_backward(dy, saved):
-    """dx, in the shape of x."""
-    raise NotImplementedError  # return dx
-''',
-    reference=ops.softmax,
+    code=unwritten("softmax(x)", "y = exp(x) / sum(exp(x)) over the last axis."),
+    **of_op("softmax"),
     draws={
         "x (5, 7)": normal(x=(5, 7)),
         "x (2, 3, 5)": normal(x=(2, 3, 5)),
@@ -147,11 +112,12 @@ def softmax_backward(dy, saved):
             {},
         ),
     },
-    source="xformer/ops/softmax.py",
-    page="docs/derivations/softmax.md",
     mistakes=(
-        Mistake(ONE_MAXIMUM, _one_maximum),
-        Mistake("exp overflows: subtract the maximum of each row first", _no_maximum),
+        Mistake(ONE_MAXIMUM, lambda a, dy: _normalised(np.exp(a.x - np.max(a.x)))),
+        Mistake(
+            "exp overflows: subtract the maximum of each row first",
+            lambda a, dy: _normalised(np.exp(a.x)),
+        ),
         Mistake(
             "this is the diagonal of the Jacobian alone: y_i also depends on x_j",
             lambda a, dy: {"dx": softmax(a.x) * (1 - softmax(a.x)) * dy},

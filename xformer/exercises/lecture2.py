@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from xformer import ops
-from xformer.exercises.exercise import Exercise, Mistake, mean, normal, rows, softmax, total
+from xformer.exercises.exercise import Exercise, Formula, Mistake, normal, of_op, unwritten
+from xformer.exercises.formulas import mean, rows, softmax, total
 
 AS_PRINTED = (
     "five mistakes: xhat is taken after w and b; w is left out of dxhat; sum(dxhat) stands in the "
@@ -17,71 +18,38 @@ AS_PRINTED = (
 )
 
 
-def _parts(a: SimpleNamespace, dy: Any) -> tuple[Any, Any, Any, Any]:
-    """xhat, rstd, y, dxhat of layer_norm."""
-    rstd = 1 / np.sqrt(np.var(a.x, axis=-1, keepdims=True) + a.eps)
-    xhat = (a.x - mean(a.x)) * rstd
-    return xhat, rstd, xhat * a.w + a.b, dy * a.w
+def _norm_dx(wrong: Callable[[SimpleNamespace], Any]) -> Formula:
+    """A wrong dx of layer_norm, from its inputs and eps, dy, xhat, rstd, y, and g = dy * w."""
+
+    def formula(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+        rstd = 1 / np.sqrt(np.var(a.x, axis=-1, keepdims=True) + a.eps)
+        xhat = (a.x - mean(a.x)) * rstd
+        parts = {"dy": dy, "xhat": xhat, "rstd": rstd, "y": xhat * a.w + a.b, "g": dy * a.w}
+        return {"dx": wrong(SimpleNamespace(**vars(a) | parts))}
+
+    return formula
 
 
-def _through_y(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    _, rstd, y, g = _parts(a, dy)
-    return {"dx": rstd * (g - mean(g) - y * mean(g * y))}
+def _projected(g: Any, xhat: Any) -> Any:
+    """The right dx / rstd, for the right arguments."""
+    return g - mean(g) - xhat * mean(g * xhat)
 
 
-def _without_w(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    xhat, rstd, _, _ = _parts(a, dy)
-    return {"dx": rstd * (dy - mean(dy) - xhat * mean(dy * xhat))}
-
-
-def _sum_for_product(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    xhat, rstd, _, g = _parts(a, dy)
-    return {"dx": rstd * (g - mean(g) - xhat * mean(g))}
-
-
-def _without_root(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    xhat, rstd, _, g = _parts(a, dy)
-    return {"dx": rstd**2 * (g - mean(g) - xhat * mean(g * xhat))}
-
-
-def _variance_of_y(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    xhat, _, y, g = _parts(a, dy)
-    root = np.sqrt(np.var(y, axis=-1, keepdims=True) + a.eps)
-    return {"dx": (g - mean(g) - xhat * mean(g * xhat)) / root}
-
-
-def _as_printed(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    _, _, y, _ = _parts(a, dy)
-    return {"dx": (dy - mean(dy) - y * mean(dy)) / (np.var(y, axis=-1, keepdims=True) + a.eps)}
-
-
-def _statistics_constant(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    _, rstd, _, g = _parts(a, dy)
-    return {"dx": rstd * g}
-
-
-def _variance_constant(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    _, rstd, _, g = _parts(a, dy)
-    return {"dx": rstd * (g - mean(g))}
+def _var_of_y(p: SimpleNamespace) -> Any:
+    return np.var(p.y, axis=-1, keepdims=True) + p.eps
 
 
 def _by_x(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
     return {"dw": np.sum(rows(dy * a.x), axis=0)}
 
 
-def _eps_outside(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    return {"y": (a.x - mean(a.x)) / (np.std(a.x, axis=-1, keepdims=True) + a.eps) * a.w + a.b}
-
-
-def _unbiased(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    var = np.var(a.x, axis=-1, keepdims=True, ddof=1)
-    return {"y": (a.x - mean(a.x)) / np.sqrt(var + a.eps) * a.w + a.b}
+def _forward(a: SimpleNamespace, deviation: Any) -> dict[str, Any]:
+    return {"y": (a.x - mean(a.x)) / deviation * a.w + a.b}
 
 
 EPS = {"eps": 0.1}
 LAYER_NORM = Exercise(
     name="layer_norm",
-    lecture=2,
     summary="backward of layer normalisation: through a mean and a variance",
     task="""Write the backward of layer normalisation.
 
@@ -107,44 +75,58 @@ def layer_norm_backward(dy, saved):
     xp = array_namespace(dy)
     raise NotImplementedError  # return dx, dw, db
 ''',
-    reference=ops.layer_norm,
+    **of_op("layer_norm"),
     draws={
         "x (5, 7)": normal(EPS, x=(5, 7), w=(7,), b=(7,)),
         "x (2, 3, 5)": normal(EPS, x=(2, 3, 5), w=(5,), b=(5,)),
     },
-    source="xformer/ops/layer_norm.py",
-    page="docs/derivations/layer_norm.md",
     mistakes=(
         Mistake(
             "xhat must be the normalised input, before w and b; this takes y",
-            _through_y,
+            _norm_dx(lambda p: p.rstd * _projected(p.g, p.y)),
             "000-norm-xhat",
         ),
-        Mistake("w is left out: dxhat = dy * w", _without_w, "000-norm-gamma"),
+        Mistake(
+            "w is left out: dxhat = dy * w",
+            _norm_dx(lambda p: p.rstd * _projected(p.dy, p.xhat)),
+            "000-norm-gamma",
+        ),
         Mistake(
             "mean(dxhat) stands in the place of mean(dxhat * xhat)",
-            _sum_for_product,
+            _norm_dx(lambda p: p.rstd * (p.g - mean(p.g) - p.xhat * mean(p.g))),
             "000-norm-sum",
         ),
         Mistake(
             "it is divided by var + eps: divide by sqrt(var + eps)",
-            _without_root,
+            _norm_dx(lambda p: p.rstd**2 * _projected(p.g, p.xhat)),
             "000-norm-root",
         ),
         Mistake(
             "the variance is that of y: it must be that of the rows of x",
-            _variance_of_y,
+            _norm_dx(lambda p: _projected(p.g, p.xhat) / np.sqrt(_var_of_y(p))),
             "000-norm-rows",
         ),
-        Mistake(AS_PRINTED, _as_printed, "000-norm-as-printed"),
+        Mistake(
+            AS_PRINTED,
+            _norm_dx(lambda p: (p.dy - mean(p.dy) - p.y * mean(p.dy)) / _var_of_y(p)),
+            "000-norm-as-printed",
+        ),
         Mistake(
             "the term -xhat * mean(dxhat * xhat) is missing: var depends on x",
-            _variance_constant,
+            _norm_dx(lambda p: p.rstd * (p.g - mean(p.g))),
         ),
-        Mistake("mean and var depend on x too: two terms are missing", _statistics_constant),
+        Mistake(
+            "mean and var depend on x too: two terms are missing", _norm_dx(lambda p: p.rstd * p.g)
+        ),
         Mistake("dw is the sum of dy * xhat, not of dy * x", _by_x),
-        Mistake("eps belongs inside the root: sqrt(var + eps)", _eps_outside),
-        Mistake("the variance is divided by D, not by D - 1", _unbiased),
+        Mistake(
+            "eps belongs inside the root: sqrt(var + eps)",
+            lambda a, dy: _forward(a, np.std(a.x, axis=-1, keepdims=True) + a.eps),
+        ),
+        Mistake(
+            "the variance is divided by D, not by D - 1",
+            lambda a, dy: _forward(a, np.sqrt(np.var(a.x, axis=-1, keepdims=True, ddof=1) + a.eps)),
+        ),
     ),
 )
 
@@ -175,31 +157,19 @@ def _centred(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
 
 RMS_NORM = Exercise(
     name="rms_norm",
-    lecture=2,
     summary="RMS normalisation, forward and backward",
     task="""Write RMS normalisation, forward and backward.
 
 x, y: (..., D);  w: (D,).    y = w * x / sqrt(mean(x^2) + eps), mean over the last axis
 """,
-    code='''
-
-def rms_norm(x, w, *, eps):
-    """y = w * x / sqrt(mean(x^2) + eps) over the last axis."""
-    xp = array_namespace(x)
-    raise NotImplementedError  # return y, saved
-
-
-def rms_norm_backward(dy, saved):
-    """(dx, dw), in the shapes of x and w."""
-    raise NotImplementedError  # return dx, dw
-''',
-    reference=ops.rms_norm,
+    code=unwritten(
+        "rms_norm(x, w, *, eps)", "y = w * x / sqrt(mean(x^2) + eps) over the last axis."
+    ),
+    **of_op("rms_norm"),
     draws={
         "x (5, 7)": normal(EPS, x=(5, 7), w=(7,)),
         "x (2, 3, 5)": normal(EPS, x=(2, 3, 5), w=(5,)),
     },
-    source="xformer/ops/rms_norm.py",
-    page="docs/derivations/rms_norm.md",
     mistakes=(
         Mistake("w is left out: dxhat = dy * w", _rms_without_w),
         Mistake("the root depends on x too: a term is missing", _rms_constant),
@@ -230,7 +200,6 @@ def _log_of_exp(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
 
 CROSS_ENTROPY = Exercise(
     name="cross_entropy",
-    lecture=2,
     summary="the loss of a language model, forward and backward",
     task="""Write the cross-entropy of logits and targets, forward and backward.
 
@@ -241,19 +210,12 @@ Targets have no gradient. dy is the gradient of a later loss with respect to thi
 always 1. The check also has logits near 1000. `targets[..., None] == xp.arange(V)` marks targets;
 `xp.astype(marks, logits.dtype)` makes numbers of it.
 """,
-    code='''
-
-def cross_entropy(logits, *, targets):
-    """The mean of log(sum(exp(logits))) - logits[target], an array of shape ()."""
-    xp = array_namespace(logits)
-    raise NotImplementedError  # return loss, saved
-
-
-def cross_entropy_backward(dy, saved):
-    """dlogits, in the shape of logits."""
-    raise NotImplementedError  # return dlogits
-''',
-    reference=ops.cross_entropy,
+    code=unwritten(
+        "cross_entropy(logits, *, targets)",
+        "The mean of log(sum(exp(logits))) - logits[target], an array of shape ().",
+        "loss, saved",
+    ),
+    **of_op("cross_entropy"),
     draws={
         "logits (5, 7)": normal(lambda rng: _targets(rng, (5,), 7), logits=(5, 7)),
         "logits (2, 3, 5)": normal(lambda rng: _targets(rng, (2, 3), 5), logits=(2, 3, 5)),
@@ -262,8 +224,6 @@ def cross_entropy_backward(dy, saved):
             _targets(rng, (3,), 5),
         ),
     },
-    source="xformer/ops/cross_entropy.py",
-    page="docs/derivations/cross_entropy.md",
     outputs=("loss",),
     mistakes=(
         Mistake(

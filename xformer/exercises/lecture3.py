@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from xformer import layers, ops
-from xformer.base.printing import short
-from xformer.exercises.exercise import Exercise, Formula, Mistake, normal, softmax, total
+from xformer.exercises.exercise import Exercise, Formula, Mistake, normal, of_op, unwritten
+from xformer.exercises.formulas import softmax, total
 
-UNSCALED = "the factor K^-1/2 is missing in dq and dk: scores = q k^T K^-1/2"
 TRANSPOSED = "dq = dscores k K^-1/2, not dscores k^T: its shapes fit only if T, S and K are equal"
 TINY = "adding -1e-20 to a score masks nothing: a forbidden key needs -inf, or a probability of 0"
-WITHOUT_SOFTMAX = "the backward of softmax is left out: dscores is not dprobs"
-WITHOUT_SUM = (
-    "the sum in the backward of softmax is missing: probs * (dprobs - sum(dprobs * probs))"
-)
-NO_SCALE = "the scores need the factor K^-1/2"
-NO_ROOT = "the scores are divided by K: divide by its root"
 BY_DK = "all three weights are computed from dk: dw_q = x^T dq, dw_k = x^T dk, dw_v = x^T dv"
 DIAGONAL = "a row of x is in a row and in a column of y, so both products of dy are needed in full"
 
@@ -36,46 +30,49 @@ def _probs(a: SimpleNamespace, scale: float) -> Any:
     return softmax(np.where(allowed, a.q @ _t(a.k) * scale, -1e30)) * allowed
 
 
-def _attention(a: SimpleNamespace, dy: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """scale, probs, dprobs, dscores and the right dq."""
+def _attention(a: SimpleNamespace, dy: Any) -> tuple[Any, Any, Any, Any]:
+    """scale, probs, dprobs and dscores."""
     scale = a.q.shape[-1] ** -0.5
     probs = _probs(a, scale)
     dprobs = dy @ _t(a.v)
-    dscores = probs * (dprobs - total(dprobs * probs))
-    return scale, probs, dprobs, dscores, dscores @ a.k * scale
+    return scale, probs, dprobs, probs * (dprobs - total(dprobs * probs))
 
 
-def _unscaled(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    _, _, _, dscores, _ = _attention(a, dy)
-    return {"dq": dscores @ a.k, "dk": _t(dscores) @ a.q}
+def _by_scores(wrong: Callable[[Any, Any, Any, Any], tuple[Any, Any]]) -> Formula:
+    """dq and dk from the wrong dscores and scale that a function makes of `_attention`'s arrays."""
+
+    def formula(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+        dscores, scale = wrong(*_attention(a, dy))
+        return {"dq": dscores @ a.k * scale, "dk": _t(dscores) @ a.q * scale}
+
+    return formula
 
 
 def _keys_transposed(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    scale, _, _, dscores, _ = _attention(a, dy)
+    scale, _, _, dscores = _attention(a, dy)
     return {"dq": dscores @ _t(a.k) * scale}
 
 
-def _without_softmax(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    scale, _, dprobs, _, _ = _attention(a, dy)
-    return {"dq": dprobs @ a.k * scale, "dk": _t(dprobs) @ a.q * scale}
-
-
-def _without_sum(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    scale, probs, dprobs, _, _ = _attention(a, dy)
-    return {"dq": probs * dprobs @ a.k * scale, "dk": _t(probs * dprobs) @ a.q * scale}
-
-
-def _no_scale_forward(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    return {"y": _probs(a, 1) @ a.v}
-
-
-def _scale_without_root(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    return {"y": _probs(a, 1 / a.q.shape[-1]) @ a.v}
-
-
-def _over_queries(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    return {"y": softmax(a.q @ _t(a.k) * a.q.shape[-1] ** -0.5, axis=-2) @ a.v}
-
+OF_SCORES = (  # mistakes in attention with and without a mask
+    Mistake(
+        "the factor K^-1/2 is missing in dq and dk: scores = q k^T K^-1/2",
+        _by_scores(lambda scale, probs, dprobs, dscores: (dscores, 1)),
+        "003-unscaled",
+    ),
+    Mistake(
+        "the backward of softmax is left out: dscores is not dprobs",
+        _by_scores(lambda scale, probs, dprobs, dscores: (dprobs, scale)),
+    ),
+    Mistake(
+        "the sum in the backward of softmax is missing: probs * (dprobs - sum(dprobs * probs))",
+        _by_scores(lambda scale, probs, dprobs, dscores: (probs * dprobs, scale)),
+    ),
+    Mistake("the scores need the factor K^-1/2", lambda a, dy: {"y": _probs(a, 1) @ a.v}),
+    Mistake(
+        "the scores are divided by K: divide by its root",
+        lambda a, dy: {"y": _probs(a, 1 / a.q.shape[-1]) @ a.v},
+    ),
+)
 
 ATTENTION_FORWARD = '''
 
@@ -90,7 +87,6 @@ def attention(q, k, v):
 
 ATTENTION = Exercise(
     name="attention",
-    lecture=3,
     summary="backward of attention: q, k and v of every head",
     task="""Write the backward of attention.
 
@@ -109,23 +105,26 @@ def attention_backward(dy, saved):
     xp = array_namespace(dy)
     raise NotImplementedError  # return dq, dk, dv
 ''',
-    reference=ops.sdpa,
+    **of_op("sdpa"),
     draws={
         "T 5, S 3, K 7": normal(q=(2, 1, 5, 7), k=(2, 1, 3, 7), v=(2, 1, 3, 2)),
         "T, S, K, M 4": normal(q=(1, 2, 4, 4), k=(1, 2, 4, 4), v=(1, 2, 4, 4)),
     },
-    source="xformer/ops/sdpa.py",
-    page="docs/derivations/sdpa.md",
     mistakes=(
-        Mistake(UNSCALED, _unscaled, "003-unscaled"),
+        *OF_SCORES,
         Mistake(TRANSPOSED, _keys_transposed, "004-keys-transposed"),
-        Mistake(WITHOUT_SOFTMAX, _without_softmax),
-        Mistake(WITHOUT_SUM, _without_sum),
-        Mistake(NO_SCALE, _no_scale_forward),
-        Mistake(NO_ROOT, _scale_without_root),
-        Mistake("softmax must run over the keys, the last axis", _over_queries),
+        Mistake(
+            "softmax must run over the keys, the last axis",
+            lambda a, dy: {"y": softmax(a.q @ _t(a.k) * a.q.shape[-1] ** -0.5, axis=-2) @ a.v},
+        ),
     ),
 )
+
+
+def _allowed(a: SimpleNamespace, shift: int = 0) -> Any:
+    """The causal mask: keys j <= i + S - T + shift."""
+    n_queries, n_keys = a.q.shape[-2], a.k.shape[-2]
+    return np.tri(n_queries, n_keys, n_keys - n_queries + shift, dtype=bool)
 
 
 def _causal(a: SimpleNamespace, allowed: Any, stand_in: float) -> dict[str, Any]:
@@ -134,22 +133,13 @@ def _causal(a: SimpleNamespace, allowed: Any, stand_in: float) -> dict[str, Any]
     return {"y": softmax(scores + np.where(allowed, 0, stand_in)) @ a.v}
 
 
-def _lower(a: SimpleNamespace, shift: int) -> Any:
-    return np.tri(a.q.shape[-2], a.k.shape[-2], shift, dtype=bool)
-
-
-def _offset(a: SimpleNamespace) -> int:
-    return a.k.shape[-2] - a.q.shape[-2]
-
-
 def _masked(formula: Formula) -> Formula:
     """A wrong formula of attention, with the causal mask."""
-    return lambda a, dy: formula(SimpleNamespace(**vars(a), allowed=_lower(a, _offset(a))), dy)
+    return lambda a, dy: formula(SimpleNamespace(**vars(a), allowed=_allowed(a)), dy)
 
 
 CAUSAL_ATTENTION = Exercise(
     name="causal_attention",
-    lecture=3,
     summary="attention in which no query sees a later key, forward and backward",
     task="""Write causal attention, forward and backward.
 
@@ -159,18 +149,9 @@ q (B, H, T, K), k (B, H, S, K), v (B, H, S, M) -> y (B, H, T, M).    y = softmax
 The last query is at the position of the last key: query i attends to keys j <= i + S - T. A query
 without any key (T > S) gives 0, and has gradient 0.
 """,
-    code='''
-
-def causal_attention(q, k, v):
-    """y = softmax(q k^T K^-1/2) v over keys j <= i + S - T."""
-    xp = array_namespace(q)
-    raise NotImplementedError  # return y, saved
-
-
-def causal_attention_backward(dy, saved):
-    """(dq, dk, dv), in the shapes of q, k and v."""
-    raise NotImplementedError  # return dq, dk, dv
-''',
+    code=unwritten(
+        "causal_attention(q, k, v)", "y = softmax(q k^T K^-1/2) v over keys j <= i + S - T."
+    ),
     reference=partial(ops.sdpa, causal=True),
     draws={
         "T 5, S 5": normal(q=(2, 1, 5, 7), k=(2, 1, 5, 7), v=(2, 1, 5, 2)),
@@ -180,29 +161,25 @@ def causal_attention_backward(dy, saved):
     source="xformer/ops/sdpa.py",
     page="docs/derivations/sdpa.md",
     mistakes=(
-        Mistake(TINY, lambda a, dy: _causal(a, _lower(a, _offset(a)), -1e-20)),
+        Mistake(TINY, lambda a, dy: _causal(a, _allowed(a), -1e-20)),
         Mistake(
             "a query also attends to the key at its own position",
-            lambda a, dy: _causal(a, _lower(a, _offset(a) - 1), -1e30),
+            lambda a, dy: _causal(a, _allowed(a, -1), -1e30),
         ),
         Mistake(
             "the mask is aligned with the first key: query i attends to j <= i + S - T",
-            lambda a, dy: _causal(a, _lower(a, 0), -1e30),
+            lambda a, dy: _causal(a, _allowed(a, a.q.shape[-2] - a.k.shape[-2]), -1e30),
         ),
         Mistake(
             "a query without any key must give 0; a large negative number in all its scores gives "
             "the mean of the values",
-            lambda a, dy: _causal(a, _lower(a, _offset(a)), -1e30),
+            lambda a, dy: _causal(a, _allowed(a), -1e30),
         ),
         Mistake(
             "a query without any key gives 0 / 0: it must give 0",
-            lambda a, dy: _causal(a, _lower(a, _offset(a)), -np.inf),
+            lambda a, dy: _causal(a, _allowed(a), -np.inf),
         ),
-        Mistake(UNSCALED, _masked(_unscaled)),
-        Mistake(WITHOUT_SOFTMAX, _masked(_without_softmax)),
-        Mistake(WITHOUT_SUM, _masked(_without_sum)),
-        Mistake(NO_SCALE, _masked(_no_scale_forward)),
-        Mistake(NO_ROOT, _masked(_scale_without_root)),
+        *(Mistake(one.says, _masked(one.formula)) for one in OF_SCORES),
     ),
 )
 
@@ -213,29 +190,22 @@ def _interleaved_heads(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
     return {"y": softmax(a.q @ _t(k) * a.q.shape[-1] ** -0.5) @ v}
 
 
-def _repeated(a: SimpleNamespace, dy: Any) -> tuple[Any, Any, int]:
-    """dk and dv of the repeated heads, and the size of a group."""
+def _repeated(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
+    """dk and dv of the repeated heads."""
     n = a.q.shape[1] // a.k.shape[1]
     wide = SimpleNamespace(q=a.q, k=np.repeat(a.k, n, axis=1), v=np.repeat(a.v, n, axis=1))
-    scale, probs, _, dscores, _ = _attention(wide, dy)
-    return _t(dscores) @ a.q * scale, _t(probs) @ dy, n
+    scale, probs, _, dscores = _attention(wide, dy)
+    return {"dk": _t(dscores) @ a.q * scale, "dv": _t(probs) @ dy}
 
 
-def _last_of_group(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    dk, dv, n = _repeated(a, dy)
-    return {"dk": dk[:, n - 1 :: n], "dv": dv[:, n - 1 :: n]}
-
-
-def _mean_of_group(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    grads = {}
-    for name, d in zip(("dk", "dv"), _repeated(a, dy), strict=False):
-        grads[name] = np.mean(d.reshape(*a.k.shape[:2], -1, *d.shape[2:]), axis=2)
-    return grads
+def _of_groups(a: SimpleNamespace, dy: Any, reduce: Callable[[Any], Any]) -> dict[str, Any]:
+    """dk and dv, by a function of the gradients (B, G, H / G, S, K) of the repeated heads."""
+    grads = _repeated(a, dy).items()
+    return {n: reduce(d.reshape(*a.k.shape[:2], -1, *d.shape[2:])) for n, d in grads}
 
 
 GROUPED_ATTENTION = Exercise(
     name="grouped_attention",
-    lecture=3,
     summary="several query heads share a key and value head, forward and backward",
     task="""Write attention with grouped heads (arXiv:2305.13245), forward and backward.
 
@@ -244,35 +214,27 @@ Query head h attends to key and value head h // (H / G): 0, 0, 1, 1 for H = 4, G
 
 `xp.repeat(k, n, axis=1)` repeats each head n times. What is its backward?
 """,
-    code='''
-
-def grouped_attention(q, k, v):
-    """y = softmax(q k^T K^-1/2) v with shared heads of k and v."""
-    xp = array_namespace(q)
-    raise NotImplementedError  # return y, saved
-
-
-def grouped_attention_backward(dy, saved):
-    """(dq, dk, dv), in the shapes of q, k and v."""
-    raise NotImplementedError  # return dq, dk, dv
-''',
-    reference=ops.sdpa,
+    code=unwritten(
+        "grouped_attention(q, k, v)", "y = softmax(q k^T K^-1/2) v with shared heads of k and v."
+    ),
+    **of_op("sdpa"),
     draws={
         "H 6, G 2": normal(q=(2, 6, 5, 7), k=(2, 2, 3, 7), v=(2, 2, 3, 4)),
         "H 2, G 1": normal(q=(1, 2, 3, 5), k=(1, 1, 7, 5), v=(1, 1, 7, 3)),
     },
-    source="xformer/ops/sdpa.py",
-    page="docs/derivations/sdpa.md",
     mistakes=(
         Mistake("heads of a group are neighbours: h // (H / G), not h mod G", _interleaved_heads),
         Mistake(
             "these are the gradients of the repeated heads: sum them over each group",
-            lambda a, dy: dict(zip(("dk", "dv"), _repeated(a, dy), strict=False)),
+            _repeated,
         ),
-        Mistake("a shared head gets the sum over its group, not the mean", _mean_of_group),
+        Mistake(
+            "a shared head gets the sum over its group, not the mean",
+            lambda a, dy: _of_groups(a, dy, partial(np.mean, axis=2)),
+        ),
         Mistake(
             "a shared head gets the sum over its group; this is the last of the group alone",
-            _last_of_group,
+            lambda a, dy: _of_groups(a, dy, lambda d: d[:, :, -1]),
         ),
     ),
 )
@@ -303,7 +265,6 @@ def _tables(length: int, half: int, factor: float = 1.0) -> dict[str, Any]:
 
 ROPE = Exercise(
     name="rope",
-    lecture=3,
     summary="backward of rotary positions: a transpose",
     task="""Write the backward of rotary position embedding (arXiv:2104.09864).
 
@@ -330,14 +291,12 @@ def rope_backward(dy, saved):
     xp = array_namespace(dy)
     raise NotImplementedError  # return dx
 ''',
-    reference=ops.rope,
+    **of_op("rope"),
     draws={
         "all channels": normal(_tables(5, 3), x=(2, 3, 5, 6)),
         "R 4 of K 7": normal(_tables(3, 2), x=(1, 2, 3, 7)),
         "a factor in the tables": normal(_tables(3, 2, 1.5), x=(1, 2, 3, 4)),
     },
-    source="xformer/ops/rope.py",
-    page="docs/derivations/rope.md",
     mistakes=(
         Mistake(
             "dy is turned forward once more: the transpose turns by -sin",
@@ -351,38 +310,30 @@ def rope_backward(dy, saved):
 )
 
 
-@short
-class _SelfAttentionCache(NamedTuple):
-    cache: Any
-
-    def backward(self, dy: Any) -> Any:
-        dx, d, *_ = self.cache.backward(dy)
-        return dx, d.q.w, d.kv.k.w, d.kv.v.w, d.o.w
-
-
 def _self_attention(x: Any, w_q: Any, w_k: Any, w_v: Any, w_o: Any) -> tuple[Any, Any]:
     q, k, v, o = (layers.LinearParams(w, None) for w in (w_q, w_k, w_v, w_o))
     params = layers.AttentionParams(q, layers.KeyValueParams(k, v), o)
+    cache: Any
     y, cache = layers.attention(x, params, config=layers.AttentionConfig(x.shape[-1], 1))
-    return y, _SelfAttentionCache(cache)
+
+    def backward(dy: Any) -> Any:
+        dx, d, *_ = cache.backward(dy)
+        return dx, d.q.w, d.kv.k.w, d.kv.v.w, d.o.w
+
+    return y, SimpleNamespace(backward=backward)
 
 
 def _weights(a: SimpleNamespace, dy: Any) -> Any:
     """dw_k of self-attention with one head."""
     b = SimpleNamespace(q=a.x @ a.w_q, k=a.x @ a.w_k, v=a.x @ a.w_v)
-    scale, _, _, dscores, _ = _attention(b, dy @ a.w_o.T)
+    scale, _, _, dscores = _attention(b, dy @ a.w_o.T)
     dk = _t(dscores) @ b.q * scale
     return np.sum(_t(a.x) @ dk, axis=0)
-
-
-def _by_dk(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    return {"dw_q": _weights(a, dy), "dw_v": _weights(a, dy)}
 
 
 SELF_ATTENTION_MISTAKE = Exercise(
     name="self_attention_mistake",
     function="self_attention",
-    lecture=3,
     summary="find the mistake in a published backward of self-attention",
     task="""Find the mistake. A published program has this backward of self-attention with one head.
 
@@ -424,7 +375,11 @@ def self_attention_backward(dy, saved):
     source="xformer/layers/attention.py",
     page="docs/errata.md",
     mistakes=(
-        Mistake(BY_DK, _by_dk, "004-weights-by-dk"),
+        Mistake(
+            BY_DK,
+            lambda a, dy: dict.fromkeys(("dw_q", "dw_v"), _weights(a, dy)),
+            "004-weights-by-dk",
+        ),
         Mistake(
             "the gradient of the output weights is thrown away: without it they never learn",
             lambda a, dy: {"dw_o": np.zeros_like(a.w_o)},
@@ -435,27 +390,22 @@ def self_attention_backward(dy, saved):
 )
 
 
-@short
-class _ScoresCache(NamedTuple):
-    to_h: Any
-    to_y: Any
-
-    def backward(self, dy: Any) -> Any:
-        dh, dxt, _ = self.to_y.backward(dy)
-        dx, da, _ = self.to_h.backward(dh)
-        return dx + dxt.T, da
-
-
 def _scores(x: Any, a: Any) -> tuple[Any, Any]:
     h, to_h = ops.linear(x, a)
+    to_y: Any
     y, to_y = ops.linear(h, x.T)
-    return y, _ScoresCache(to_h, to_y)
+
+    def backward(dy: Any) -> Any:
+        dh, dxt, _ = to_y.backward(dy)
+        dx, da, _ = to_h.backward(dh)
+        return dx + dxt.T, da
+
+    return y, SimpleNamespace(backward=backward)
 
 
 SCORES_MISTAKE = Exercise(
     name="scores_mistake",
     function="scores",
-    lecture=3,
     summary="find the mistake in a published proof about the scores of self-attention",
     task="""Find the mistake. A published proof has this gradient of the scores of self-attention.
 

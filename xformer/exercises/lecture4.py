@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from xformer import layers, ops
-from xformer.base.printing import short
-from xformer.exercises.exercise import Exercise, Mistake, mean, normal, rows
+from xformer.exercises.exercise import Exercise, Mistake, normal, of_op, unwritten
+from xformer.exercises.formulas import mean, rows
 
 BY_KEYS = (
     "dy is masked, by an array that happens to have its shape, before w2^T: "
@@ -27,15 +27,13 @@ def _last_wins(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
 
 
 def _averaged(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    d, counts = np.zeros_like(a.table), np.zeros((len(a.table), 1))
+    d, counts = np.zeros_like(a.table), np.bincount(a.ids.ravel(), minlength=len(a.table))
     np.add.at(d, a.ids, dy)
-    np.add.at(counts, a.ids, 1)
-    return {"dtable": d / np.maximum(counts, 1)}
+    return {"dtable": d / np.maximum(counts, 1)[:, None]}
 
 
 EMBEDDING = Exercise(
     name="embedding",
-    lecture=4,
     summary="look-up in a table; ids that appear several times",
     task="""Write the look-up of an embedding, forward and backward.
 
@@ -45,25 +43,12 @@ Some ids appear several times, some never. `xp.take(table, i, axis=0)` takes row
 Look-up is a product with a one-hot matrix: `i[:, None] == xp.arange(V)`, made numbers by
 `xp.astype(marks, table.dtype)`. So the backward is a product too.
 """,
-    code='''
-
-def embedding(table, *, ids):
-    """y = table[ids]."""
-    xp = array_namespace(table)
-    raise NotImplementedError  # return y, saved
-
-
-def embedding_backward(dy, saved):
-    """dtable, in the shape of table."""
-    raise NotImplementedError  # return dtable
-''',
-    reference=ops.embedding,
+    code=unwritten("embedding(table, *, ids)", "y = table[ids]."),
+    **of_op("embedding"),
     draws={
         "ids (11,)": normal(lambda rng: {"ids": rng.integers(0, 7, 11)}, table=(7, 3)),
         "ids (3, 5)": normal(lambda rng: {"ids": rng.integers(0, 4, (3, 5))}, table=(5, 2)),
     },
-    source="xformer/ops/embedding.py",
-    page="docs/derivations/embedding.md",
     mistakes=(
         Mistake("an id that appears several times gets the sum, not the last of them", _last_wins),
         Mistake("an id that appears several times gets the sum, not the mean", _averaged),
@@ -71,19 +56,16 @@ def embedding_backward(dy, saved):
 )
 
 
-@short
-class _FeedForwardCache(NamedTuple):
-    cache: Any
-
-    def backward(self, dy: Any) -> Any:
-        dx, d = self.cache.backward(dy)
-        return dx, d.up.w, d.up.b, d.down.w, d.down.b
-
-
 def _feed_forward(x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> tuple[Any, Any]:
     params = layers.FeedForwardParams(layers.LinearParams(w1, b1), layers.LinearParams(w2, b2))
+    cache: Any
     y, cache = layers.feed_forward(x, params)
-    return y, _FeedForwardCache(cache)
+
+    def backward(dy: Any) -> Any:
+        dx, d = cache.backward(dy)
+        return dx, d.up.w, d.up.b, d.down.w, d.down.b
+
+    return y, SimpleNamespace(backward=backward)
 
 
 def _pre(a: SimpleNamespace) -> Any:
@@ -111,24 +93,12 @@ def _relu_before(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
 
 FEED_FORWARD = Exercise(
     name="feed_forward",
-    lecture=4,
     summary="two linear maps with ReLU between them, forward and backward",
     task="""Write the feed-forward network, forward and backward.
 
 x, y: (B, T, D);  w1 (D, F), b1 (F,), w2 (F, D), b2 (D,).    y = max(0, x w1 + b1) w2 + b2
 """,
-    code='''
-
-def feed_forward(x, w1, b1, w2, b2):
-    """y = max(0, x w1 + b1) w2 + b2."""
-    xp = array_namespace(x)
-    raise NotImplementedError  # return y, saved
-
-
-def feed_forward_backward(dy, saved):
-    """(dx, dw1, db1, dw2, db2)."""
-    raise NotImplementedError  # return dx, dw1, db1, dw2, db2
-''',
+    code=unwritten("feed_forward(x, w1, b1, w2, b2)", "y = max(0, x w1 + b1) w2 + b2."),
     reference=_feed_forward,
     draws={"x (2, 3, 5), F 7": normal(x=(2, 3, 5), w1=(5, 7), b1=(7,), w2=(7, 5), b2=(5,))},
     source="xformer/layers/feed_forward.py",
@@ -150,21 +120,16 @@ def feed_forward_backward(dy, saved):
 )
 
 
-@short
-class _ResidualCache(NamedTuple):
-    norm: Any
-    linear: Any
-
-    def backward(self, dy: Any) -> Any:
-        dh, dw, _ = self.linear.backward(dy)
-        dx, dgamma, dbeta = self.norm.backward(dh)
-        return dx + dy, dgamma, dbeta, dw
-
-
 def _residual_block(x: Any, gamma: Any, beta: Any, w: Any) -> tuple[Any, Any]:
     h, norm = ops.layer_norm(x, gamma, beta)
     a, linear = ops.linear(h, w)
-    return x + a, _ResidualCache(norm, linear)
+
+    def backward(dy: Any) -> Any:
+        dh, dw, _ = linear.backward(dy)
+        dx, dgamma, dbeta = norm.backward(dh)
+        return dx + dy, dgamma, dbeta, dw
+
+    return x + a, SimpleNamespace(backward=backward)
 
 
 def _normed(a: SimpleNamespace) -> Any:
@@ -179,7 +144,6 @@ def _left_out(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
 
 RESIDUAL_BLOCK = Exercise(
     name="residual_block",
-    lecture=4,
     summary="backward of x + f(norm(x)): two paths to x",
     task="""Write the backward of a pre-norm block whose sublayer is one linear map.
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from xformer import initializers, ops, optim
-from xformer.exercises.exercise import Exercise, Mistake, normal
+from xformer.exercises.exercise import Exercise, Mistake, normal, of_op, unwritten
 from xformer.ops import RandomKey
 
 DEVIATION = (
@@ -31,35 +31,23 @@ def _moments(a: SimpleNamespace, grad: Any) -> tuple[Any, Any]:
 
 
 def _corrected(a: SimpleNamespace, grad: Any, step: int) -> tuple[Any, Any]:
+    if step == 0:  # 1 - beta^0 is 0
+        raise ValueError
     m, v = _moments(a, grad)
     return m / (1 - a.beta1**step), v / (1 - a.beta2**step)
 
 
-def _biased(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    m, v = _moments(a, a.grad)
-    return {"p": (1 - a.lr * a.weight_decay) * a.p - a.lr * m / (np.sqrt(v) + a.eps)}
+def _stepped(a: SimpleNamespace, m: Any, v: Any, decay: float) -> dict[str, Any]:
+    return {"p": (1 - decay) * a.p - a.lr * m / (np.sqrt(v) + a.eps)}
 
 
 def _coupled(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    mhat, vhat = _corrected(a, a.grad + a.weight_decay * a.p, a.step)
-    return {"p": a.p - a.lr * mhat / (np.sqrt(vhat) + a.eps)}
+    return _stepped(a, *_corrected(a, a.grad + a.weight_decay * a.p, a.step), 0)
 
 
 def _eps_inside(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
     mhat, vhat = _corrected(a, a.grad, a.step)
     return {"p": (1 - a.lr * a.weight_decay) * a.p - a.lr * mhat / np.sqrt(vhat + a.eps)}
-
-
-def _from_zero(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    if a.step == 1:  # 1 - beta^0 is 0
-        raise ValueError
-    mhat, vhat = _corrected(a, a.grad, a.step - 1)
-    return {"p": (1 - a.lr * a.weight_decay) * a.p - a.lr * mhat / (np.sqrt(vhat) + a.eps)}
-
-
-def _decay_without_lr(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
-    mhat, vhat = _corrected(a, a.grad, a.step)
-    return {"p": (1 - a.weight_decay) * a.p - a.lr * mhat / (np.sqrt(vhat) + a.eps)}
 
 
 def _adamw_case(step: int) -> Any:
@@ -77,7 +65,6 @@ def _adamw_case(step: int) -> Any:
 
 ADAMW_STEP = Exercise(
     name="adamw_step",
-    lecture=5,
     summary="one step of AdamW",
     task="""Write one step of AdamW (arXiv:1711.05101, algorithm 2; arXiv:1412.6980, algorithm 1).
 
@@ -89,13 +76,12 @@ p, grad, m, v: arrays of one shape. step: 1 for the first one. Return the new (p
 
 m and v are returned without their corrections.
 """,
-    code='''
-
-def adamw_step(p, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay):
-    """The new (p, m, v)."""
-    xp = array_namespace(p)
-    raise NotImplementedError  # return p, m, v
-''',
+    code=unwritten(
+        "adamw_step(p, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay)",
+        "The new (p, m, v).",
+        "p, m, v",
+        has_backward=False,
+    ),
     reference=_adamw,
     draws={"the first step": _adamw_case(1), "step 3": _adamw_case(3)},
     source="xformer/optim/adam.py",
@@ -103,11 +89,20 @@ def adamw_step(p, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay):
     outputs=("p", "m", "v"),
     has_backward=False,
     mistakes=(
-        Mistake("the corrections by 1 - beta^step are left out", _biased),
+        Mistake(
+            "the corrections by 1 - beta^step are left out",
+            lambda a, dy: _stepped(a, *_moments(a, a.grad), a.lr * a.weight_decay),
+        ),
         Mistake("the decay goes through the moments: that is Adam with L2, not AdamW", _coupled),
         Mistake("eps is added to the root, not under it", _eps_inside),
-        Mistake("the first step is 1, not 0", _from_zero),
-        Mistake("the decay is multiplied by lr too", _decay_without_lr),
+        Mistake(
+            "the first step is 1, not 0",
+            lambda a, dy: _stepped(a, *_corrected(a, a.grad, a.step - 1), a.lr * a.weight_decay),
+        ),
+        Mistake(
+            "the decay is multiplied by lr too",
+            lambda a, dy: _stepped(a, *_corrected(a, a.grad, a.step), a.weight_decay),
+        ),
         Mistake(
             "these are the corrected moments; return m and v themselves",
             lambda a, dy: {"m": _corrected(a, a.grad, a.step)[0]},
@@ -146,7 +141,6 @@ def _gradients(max_norm: float) -> Any:
 
 CLIP = Exercise(
     name="clip",
-    lecture=5,
     summary="clip gradients by their global norm",
     task="""Clip gradients by their global norm (arXiv:1211.5063, algorithm 1).
 
@@ -182,7 +176,6 @@ def _keep(a: SimpleNamespace) -> Any:
 KEY = RandomKey(seed=7, step=3)
 DROPOUT = Exercise(
     name="dropout",
-    lecture=5,
     summary="dropout whose backward draws the mask again, forward and backward",
     task="""Write dropout with a counter-based mask, forward and backward (arXiv:1207.0580).
 
@@ -192,28 +185,13 @@ x, y: any shape.    y = x keep / (1 - rate); keep is 0 with probability rate
 element is kept if its word is at least round(rate 2^32). `saved` needs no array: draw the words
 again. (`math.prod(x.shape)` is the number of elements.)
 """,
-    code='''import math
-
-from xformer import ops
-
-
-def dropout(x, *, rate, key):
-    """y = x * keep / (1 - rate)."""
-    xp = array_namespace(x)
-    raise NotImplementedError  # return y, saved
-
-
-def dropout_backward(dy, saved):
-    """dx, in the shape of x."""
-    raise NotImplementedError  # return dx
-''',
-    reference=ops.dropout,
+    code="import math\n\nfrom xformer import ops\n"
+    + unwritten("dropout(x, *, rate, key)", "y = x * keep / (1 - rate)."),
+    **of_op("dropout"),
     draws={
         "x (5, 7)": normal({"rate": 0.3, "key": KEY}, x=(5, 7)),
         "x (2, 3, 5)": normal({"rate": 0.5, "key": KEY}, x=(2, 3, 5)),
     },
-    source="xformer/ops/dropout.py",
-    page="docs/derivations/dropout.md",
     mistakes=(
         Mistake(
             "the factor 1 / (1 - rate) is missing",
@@ -263,7 +241,6 @@ def _lopsided(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
 INITIAL_WEIGHTS_MISTAKE = Exercise(
     name="initial_weights_mistake",
     function="initial_weights",
-    lecture=5,
     summary="find the mistake in published initial weights",
     task="""Find the mistake. A published program has these initial weights, ascribed to Xavier.
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from xformer import GPT, ops
 from xformer.base import tree
-from xformer.exercises.exercise import Exercise, Mistake, normal, rows, softmax
+from xformer.exercises.exercise import Exercise, Mistake, normal, unwritten
+from xformer.exercises.formulas import rows, softmax
 from xformer.generation import samplers
 
 
@@ -55,7 +56,6 @@ def _weights(rng: np.random.Generator) -> dict[str, Any]:
 
 DECODE_STEP = Exercise(
     name="decode_step",
-    lecture=6,
     summary="one token with a KV cache, equal to attention without one",
     task="""Write one step of decoding with a KV cache, for one head.
 
@@ -66,13 +66,12 @@ w_q, w_k (D, K), w_v (D, M). Return (ctx, keys, values):
                   softmax(q k^T K^-1/2) v, as the last row of causal attention on the whole text
     keys (B, S + 1, K), values (B, S + 1, M), the new token's behind the others
 """,
-    code='''
-
-def decode_step(x, keys, values, *, w_q, w_k, w_v):
-    """(ctx, keys, values) after one more token."""
-    xp = array_namespace(x)
-    raise NotImplementedError  # return ctx, keys, values
-''',
+    code=unwritten(
+        "decode_step(x, keys, values, *, w_q, w_k, w_v)",
+        "(ctx, keys, values) after one more token.",
+        "ctx, keys, values",
+        has_backward=False,
+    ),
     reference=_decode_step,
     draws={
         "S 4": normal(_weights, x=(2, 5), keys=(2, 4, 3), values=(2, 4, 4)),
@@ -117,7 +116,6 @@ def _sum_below_one(a: SimpleNamespace, dy: Any) -> dict[str, Any]:
 
 TOP_P = Exercise(
     name="top_p",
-    lecture=6,
     summary="the distribution of nucleus sampling",
     task="""Write the distribution of nucleus sampling (arXiv:1904.09751, section 3.1).
 
@@ -128,13 +126,12 @@ their sum. No two probabilities of a row are equal.
 `xp.argsort`, `xp.sort`, `xp.take_along_axis` and `xp.cumulative_sum` are in the standard. Or: which
 is the smallest probability that is kept?
 """,
-    code='''
-
-def top_p(logits, *, p):
-    """Probabilities (B, V); 0 for tokens that are not kept."""
-    xp = array_namespace(logits)
-    raise NotImplementedError  # return probs
-''',
+    code=unwritten(
+        "top_p(logits, *, p)",
+        "Probabilities (B, V); 0 for tokens that are not kept.",
+        "probs",
+        has_backward=False,
+    ),
     reference=_nucleus,
     draws={
         "p 0.7": normal({"p": 0.7}, scale=1.5, logits=(5, 11)),
@@ -199,7 +196,6 @@ def _table(a: SimpleNamespace, *, head: float, lookup: float) -> dict[str, Any]:
 
 GPT_STEP = Exercise(
     name="gpt_step",
-    lecture=6,
     summary="a whole training step of a GPT",
     task="""Write a training step of a GPT: forward, backward, p <- p - lr dp for each parameter.
 

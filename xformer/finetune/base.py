@@ -8,11 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from xformer import backends, ops
-from xformer.backends import Backend
+from xformer import ops
 from xformer.base.typing import Array
 from xformer.dispatch.checks import plain_numbers, whole
 from xformer.generation.text import end_of
+from xformer.inspection.summary import max_positions
 from xformer.models import EncoderDecoder
 from xformer.models.describe import in_words
 from xformer.training.batch import IGNORED, Batch, padded
@@ -30,8 +30,8 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
-    """A fine-tuning task: a model, its tokenizer and the most tokens of a text.
+class Task(ArrayLoss):
+    """A fine-tuning task: a model, its tokenizer and the most tokens of a text; and its loss.
 
     ValueError for a model that does not fit the task, and for a bad max_len.
     """
@@ -45,7 +45,7 @@ class Task:
         plain_numbers(self)
         if whole(self.max_len) is None or self.max_len < 2:
             raise ValueError(f"max_len must be an int of at least 2, got {self.max_len!r}")
-        limit = context_of(self.model)
+        limit = max_positions(self.model)
         if limit is not None and self.max_len > limit:
             raise ValueError(f"max_len must be at most the model's {limit}, got {self.max_len}")
 
@@ -60,15 +60,7 @@ class Task:
         n_targets = int((targets != IGNORED).sum())
         return Batch((tokens, targets), {"mask": mask}, n_targets, int(mask.sum()))
 
-    def loss(
-        self,
-        params: Any,
-        batch: Batch,
-        backend: str | Backend,
-        dropout_key: ops.RandomKey | None = None,
-    ) -> tuple[Array, Any]:
-        """The mean loss () of a batch in nats, and its cache. dropout_key: None: no dropout."""
-        return self.of(params, on(batch, backends.get(backend)), dropout_key)
+    loss = ArrayLoss.__call__
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
         """The mean loss () of a batch's arrays and masks, and its cache: a function of arrays."""
@@ -119,35 +111,9 @@ class Task:
         return ids
 
 
-@dataclass(frozen=True)
-class TaskLoss(ArrayLoss):
-    """The loss of a task, for `training.train`."""
-
-    task: Task
-
-    def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
-        """The mean loss () and its cache (`Task.of`)."""
-        return self.task.of(params, inputs, dropout_key)
-
-
-def on(batch: Batch, backend: Backend) -> tuple[tuple[Array, ...], dict[str, Array]]:
-    """The arrays and masks of a batch on a backend."""
-    arrays = tuple(backend.asarray(array) for array in batch.arrays)
-    return arrays, {name: backend.asarray(mask) for name, mask in batch.masks.items()}
-
-
 def embed_of(model: Any) -> Any:
     """The configuration of the embedding of a model's input."""
     return model.src_embed if isinstance(model, EncoderDecoder) else model.embed
-
-
-def context_of(model: Any) -> int | None:
-    """The most tokens of a model's sequences; None if only memory limits them."""
-    if not isinstance(model, EncoderDecoder):
-        context: int | None = getattr(model, "context", None)
-        return context
-    embeds = [embed for embed in (model.src_embed, model.target_embed) if embed is not None]
-    return min((e.context for e in embeds if e.context is not None), default=None)
 
 
 def require(model: Any, wanted: str, fits: bool) -> None:

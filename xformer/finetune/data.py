@@ -169,16 +169,11 @@ def _fields(data: Any, names: Sequence[str]) -> dict[str, Any]:
         ):
             raise ValueError(f"{name} must be a text that is not empty, got {found[name]!r:.60}")
     if SCORE in names:
-        found[SCORE] = _score(found[SCORE])
+        value = found[SCORE]
+        try:
+            found[SCORE] = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            found[SCORE] = math.nan
+        if not 0 <= found[SCORE] <= 1:
+            raise ValueError(f"{SCORE} must be a number from 0 to 1, got {value!r:.60}")
     return found
-
-
-def _score(value: Any) -> float:
-    """A score as a float. ValueError unless it is a number from 0 to 1."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 0 <= number <= 1:
-        raise ValueError(f"{SCORE} must be a number from 0 to 1, got {value!r:.60}")
-    return number

@@ -94,12 +94,8 @@ def with_classifier(
     rng = generator(table, seed)
     leaves = new.head.init(rng, new.d_model, new.embed, draw=partial(normal, std=0.02))
     params = tree.thaw(params)
-    if _has_pooler(model, new):
+    theirs = [name for link in links_of(new) for name in link.theirs]
+    # The classifier's dense layer is the model's pooler in BERT, not in RoBERTa.
+    if isinstance(model.head, Pooler) and any("pooler" in name for name in theirs):
         leaves = leaves._replace(dense=params.head)
     return new, params._replace(head=leaves)
-
-
-def _has_pooler(model: Any, new: Any) -> bool:
-    """Whether the classifier's dense layer is the model's pooler: BERT's is, RoBERTa's is not."""
-    names = [name for link in links_of(new) for name in link.theirs]
-    return isinstance(model.head, Pooler) and any("pooler" in name for name in names)

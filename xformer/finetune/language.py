@@ -20,7 +20,8 @@ class Causal(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.model, "a causal language model", is_causal(self.model))
+        known = isinstance(self.model, LanguageModel) and isinstance(self.model.head, LMHead)
+        require(self.model, "a causal language model", known and self.model.causal)
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """Windows of max_len tokens, so that each token but the first is a target once."""
@@ -96,9 +97,3 @@ class Masked(Task):
         ids[chosen] = np.where(draw < SHOWN + RANDOM, random_ids, ids[chosen])
         ids[chosen[draw < SHOWN]] = self.tokenizer.mask_id
         return Example(ids, targets)
-
-
-def is_causal(model: Any) -> bool:
-    """Whether a model is a causal LanguageModel with an LMHead."""
-    known = isinstance(model, LanguageModel) and isinstance(model.head, LMHead)
-    return known and model.causal

@@ -11,12 +11,13 @@ from typing import Any
 from xformer import backends, training
 from xformer.backends import Backend
 from xformer.base import tree
+from xformer.base.files import remove_parts
 from xformer.distributed.world import World
 from xformer.finetune import lora
-from xformer.finetune.base import Example, Task, TaskLoss
+from xformer.finetune.base import Example, Task
 from xformer.finetune.measures import measure
 from xformer.finetune.pairs import Contrastive
-from xformer.finetune.saving import clear, save
+from xformer.finetune.saving import save
 from xformer.optim import Optimiser
 from xformer.sentences.settings import settings_files
 from xformer.training import Batch, Rows, Run, State, Step, TrainConfig
@@ -52,30 +53,23 @@ def train(
     ValueError if all parameters are frozen or there are too few examples. Diverged if the loss or a
     gradient is not finite, or the loss has grown too much.
     """
-    source = _source("train", task, examples, config)
+    sizes = config.batch_size, config.seed
+    source = _source("train", task, examples, *sizes)
     batches: list[Batch] = []
     if held_out:
-        batches += _source("train", task, held_out, config).held_out()
+        batches += _source("train", task, held_out, *sizes).held_out()
     options: Any = {"held_out": batches, "optimiser": optimiser, "donate": donate, "world": world}
     state = params if isinstance(params, State) else training.start(params, config, optimiser)
-    steps = training.train(TaskLoss(task), state, source, config, backend, **options)
-    return _measured(steps, task, held_out, config, backend) if held_out else steps
+    steps = training.train(task, state, source, config, backend, **options)
 
+    def measured(step: Step) -> Step:
+        if step.validation is None:
+            return step
+        how = {"batch_size": config.batch_size}
+        found = measure(task, step.state.averaged, held_out, backend, **how)
+        return step._replace(measures=found)
 
-def _measured(
-    steps: Iterator[Step],
-    task: Task,
-    held_out: Sequence[Example],
-    config: TrainConfig,
-    backend: str | Backend,
-) -> Iterator[Step]:
-    """The steps, with `measure` of the examples at each validation."""
-    for step in steps:
-        found = None
-        if step.validation is not None:
-            options = {"batch_size": config.batch_size}
-            found = measure(task, step.state.averaged, held_out, backend, **options)
-        yield step._replace(measures=found)
+    return map(measured, steps) if held_out else steps
 
 
 def run(
@@ -114,7 +108,8 @@ def run(
         settings_files(base)  # raises at once for what could not be copied
 
     def write(params: Any) -> None:
-        clear(Path(folder))
+        for path in Path(folder).iterdir():  # parts that a killed `save` left in the subfolders
+            remove_parts(path)
         save(task.model, params, folder, tokenizer=task.tokenizer, base=base)
 
     return Run(folder, backend, about, write_model=write, **options)
@@ -134,6 +129,7 @@ def about_of(
         raise ValueError("run: the model must be a pretrained one, with an hf_config")
     kept = ("model", "tokenizer")  # fields of all tasks; what the tokenizer does is in the examples
     fields = [field.name for field in dataclasses.fields(task) if field.name not in kept]
+    sizes = config.batch_size, config.seed
     return {
         "model": {
             "name": type(task.model).__name__,
@@ -147,8 +143,8 @@ def about_of(
         },
         "training": dataclasses.asdict(config),
         "data": {
-            "training": _source("run", task, examples, config).fingerprint(),
-            "validation": _source("run", task, held_out, config).fingerprint() if held_out else "",
+            "training": _source("run", task, examples, *sizes).fingerprint(),
+            "validation": _source("run", task, held_out, *sizes).fingerprint() if held_out else "",
         },
     }
 
@@ -173,27 +169,25 @@ def evaluate(
     """
     if not examples:
         raise ValueError("evaluate: there are no examples")
-    _require_pairs("evaluate", task, min(batch_size, len(examples)))
-    batches = Rows(examples, batch_size, task.batch, seed).held_out()
+    batches = _source("evaluate", task, examples, batch_size, seed).held_out()
     watched = batches if progress is None else _counted(batches, progress)
-    mean_loss = training.evaluate(TaskLoss(task), params, watched, backend, world=world)
+    mean_loss = training.evaluate(task, params, watched, backend, world=world)
     assert mean_loss is not None  # every example has a target
     return mean_loss
 
 
-def _source(what: str, task: Task, examples: Sequence[Example], config: TrainConfig) -> Rows:
-    """The batches of examples. ValueError, which begins with `what`, if they are too few."""
-    _require_pairs(what, task, min(config.batch_size, len(examples)))
-    return Rows(examples, config.batch_size, task.batch, config.seed)
+def _source(what: str, task: Task, examples: Sequence[Example], batch_size: int, seed: int) -> Rows:
+    """The batches of examples. ValueError, which begins with `what`, if they are too few.
+
+    The loss of a contrastive task is always 0 for one pair.
+    """
+    n = min(batch_size, len(examples))
+    if isinstance(task, Contrastive) and n < 2:
+        raise ValueError(f"{what}: a contrastive loss needs batches of at least 2 pairs, got {n}")
+    return Rows(examples, batch_size, task.batch, seed)
 
 
 def _counted(batches: Iterable[Batch], progress: Callable[[int], Any]) -> Iterator[Batch]:
     for batch in batches:
         yield batch
         progress(len(batch.arrays[0]))
-
-
-def _require_pairs(what: str, task: Task, n: int) -> None:
-    """ValueError for a contrastive task with batches of one pair, whose loss is always 0."""
-    if isinstance(task, Contrastive) and n < 2:
-        raise ValueError(f"{what}: a contrastive loss needs batches of at least 2 pairs, got {n}")

@@ -10,9 +10,10 @@ import numpy as np
 
 from xformer import backends
 from xformer.backends import Backend
+from xformer.base import tree
 from xformer.base.typing import Array
 from xformer.compiling import Forward
-from xformer.finetune.base import Example, Task, on
+from xformer.finetune.base import Example, Task
 from xformer.finetune.pairs import Classify
 from xformer.finetune.tagging import TagWords
 from xformer.sentences import labels
@@ -43,7 +44,7 @@ def measure(
     for batch in Rows(examples, batch_size, task.batch).held_out():
         tokens, targets = batch.arrays
         with backend.active():
-            (ids,), masks = on(batch._replace(arrays=(tokens,)), backend)
+            ids, masks = tree.map(backend.asarray, (tokens, batch.masks))
             logits = backend.to_numpy(_logits(task.model)(params, ids, masks))
         for wanted, got in zip(targets, np.argmax(logits, axis=-1), strict=True):
             known = np.atleast_1d(wanted) != IGNORED
@@ -53,8 +54,11 @@ def measure(
     found = {"accuracy": float(np.mean(wanted == got))}
     if isinstance(task, TagWords) and any(name[:2] in ("B-", "I-") for name in names):
         return found | {"f1": _entity_f1(rows, names)}
-    classes = np.union1d(wanted, got)
-    return found | {"f1": float(np.mean([_f1(wanted == c, got == c) for c in classes]))}
+    f1s = [
+        _f1(int(np.sum((wanted == c) & (got == c))), int(np.sum(wanted == c) + np.sum(got == c)))
+        for c in np.union1d(wanted, got)
+    ]
+    return found | {"f1": float(np.mean(f1s))}
 
 
 @lru_cache(KEPT)
@@ -68,9 +72,8 @@ def _logits(model: Any) -> Forward:
     return Forward(logits)
 
 
-def _f1(wanted: np.ndarray, got: np.ndarray) -> float:
-    """2 TP / (2 TP + FP + FN) of two arrays of bools; 1 if both are empty."""
-    both, either = int(np.sum(wanted & got)), int(np.sum(wanted) + np.sum(got))
+def _f1(both: int, either: int) -> float:
+    """F1 of `both` = TP and `either` = 2 TP + FP + FN; 1 if there is nothing."""
     return 2 * both / either if either else 1.0
 
 
@@ -81,7 +84,7 @@ def _entity_f1(rows: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[st
         wanted, got = ({*_entities([names[i] for i in tags])} for tags in pair)
         both += len(wanted & got)
         either += len(wanted) + len(got)
-    return 2 * both / either if either else 1.0
+    return _f1(both, either)
 
 
 def _entities(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:

@@ -41,19 +41,14 @@ class Classify(Task):
         ids, is_cut = self._ids(fields["text"])
         if not len(ids):
             raise ValueError("the text has no token")
-        return [Example(ids, self._label(fields["label"]), is_cut)]
+        return [Example(ids, class_number(labels(self.model), fields["label"]), is_cut)]
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
-        """A batch of texts and the numbers of their classes."""
-        tokens, mask = padded([e.tokens for e in examples])
-        classes = np.asarray([e.targets for e in examples], np.int64)
-        return Batch((tokens, classes), {"mask": mask}, len(classes), int(mask.sum()))
-
-    def _label(self, label: Any) -> int:
-        return class_number(labels(self.model), label, "label")
+        """A batch of texts and the numbers of their classes; pairs may have token types."""
+        return labelled_batch(self.model, examples)
 
 
-def class_number(names: list[str], label: Any, what: str) -> int:
+def class_number(names: list[str], label: Any, what: str = "label") -> int:
     """The number of the class `label`, a number or a name. ValueError, which calls it `what`."""
     if isinstance(label, str) and (n := names.count(label)) > 1:
         raise ValueError(f"{n} classes are called {label!r:.60}: {what} must be a number")
@@ -78,12 +73,8 @@ class ClassifyPairs(Classify):
         Of a pair of more than max_len tokens the longer text is cut. ValueError for texts without
         tokens and a bad label.
         """
-        label = np.int64(self._label(fields["label"]))
-        return [pair_example(self, (fields["text"], fields["text_pair"]), label)]
-
-    def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
-        """A batch of pairs and the numbers of their classes; with types if the model has them."""
-        return pair_batch(self, examples, np.int64)
+        label = class_number(labels(self.model), fields["label"])
+        return [pair_example(self, (fields["text"], fields["text_pair"]), np.int64(label))]
 
 
 def pair_example(task: Task, pair: tuple[str, str], target: np.generic) -> Example:
@@ -100,13 +91,17 @@ def pair_example(task: Task, pair: tuple[str, str], target: np.generic) -> Examp
     return Example(task.known_ids(found.ids), targets, is_cut)
 
 
-def pair_batch(task: Task, examples: Sequence[Example], dtype: Any) -> Batch:
-    """The batch of examples of `pair_example`; with types if the model has them."""
+def labelled_batch(model: Any, examples: Sequence[Example]) -> Batch:
+    """A batch of texts, and a number to predict for each, which is the first of its targets.
+
+    Further targets are the token types of `pair_example`, for a model that has types.
+    """
     tokens, mask = padded([e.tokens for e in examples])
-    targets, masks = np.asarray([e.targets[0] for e in examples], dtype), {"mask": mask}
-    if task.model.embed.n_types > 1:
-        masks["types"], _ = padded([e.targets[1:].astype(np.int64) for e in examples])
-    return Batch((tokens, targets), masks, len(targets), int(mask.sum()))
+    targets, masks = [np.atleast_1d(e.targets) for e in examples], {"mask": mask}
+    if model.embed.n_types > 1 and len(targets[0]) > 1:
+        masks["types"], _ = padded([row[1:].astype(np.int64) for row in targets])
+    numbers = np.stack([row[0] for row in targets])
+    return Batch((tokens, numbers), masks, len(numbers), int(mask.sum()))
 
 
 class Seq2Seq(Task):

@@ -48,7 +48,13 @@ def save(
     ValueError if there is no adapter, if other parameters are trained too, and for linear layers
     that are not modules of transformers' model.
     """
-    _require_only_adapters(params)
+    if not adapters(params):
+        raise ValueError("save: there are no adapters (lora.attach)")
+    if more := others(params):
+        raise ValueError(
+            f"save: trained beside the adapters: {listed(more)}; freeze them, or write the whole "
+            "model: pretrained.save(model, lora.merge(params), folder)"
+        )
     known, nodes = modules(model, params), adapters(params)
     if unknown := nodes.keys() - {name for link in known.values() for name in maps(link)}:
         raise ValueError(f"save: no modules of a model of transformers: {listed(unknown)}")
@@ -115,16 +121,6 @@ def others(params: Any) -> set[str]:
     """The names of trained parameters beside the adapters, which `save` cannot write."""
     in_adapters = {f"{name}.{part}" for name in adapters(params) for part in ("a", "b")}
     return tree.flatten(tree.trained(params)).keys() - in_adapters
-
-
-def _require_only_adapters(params: Any) -> None:
-    if not adapters(params):
-        raise ValueError("save: there are no adapters (lora.attach)")
-    if more := others(params):
-        raise ValueError(
-            f"save: trained beside the adapters: {listed(more)}; freeze them, or write the whole "
-            "model: pretrained.save(model, lora.merge(params), folder)"
-        )
 
 
 def _weight(leaves: Mapping[str, Any], name: str) -> Array:

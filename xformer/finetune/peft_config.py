@@ -49,7 +49,9 @@ METHODS: dict[str, Any] = {  # each with its neutral value
 def written(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
     """The configuration of the adapters: the most frequent rank and alpha, and all others."""
     ranks = {name: adapter.a.shape[1] for name, adapter in adapters.items()}
-    alphas = {name: _tidy(adapter.scale * ranks[name]) for name, adapter in adapters.items()}
+    alphas = {name: adapter.scale * ranks[name] for name, adapter in adapters.items()}
+    # PEFT declares lora_alpha as int.
+    alphas = {name: int(a) if a == int(a) else a for name, a in alphas.items()}
     rank, alpha = (Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
     return {
         "peft_type": "LORA",
@@ -64,11 +66,6 @@ def written(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
         "modules_to_save": None,
         "inference_mode": True,
     }
-
-
-def _tidy(number: float) -> float:
-    """`number` as an int if it is whole, since PEFT declares lora_alpha as int."""
-    return int(number) if number == int(number) else number
 
 
 class Scales:

@@ -47,9 +47,9 @@ def replaced(model: Any, params: Any, tensors: Mapping[str, Tensor], path: Path)
     for name, tensor in tensors.items():
         if name in links:
             leaves |= _leaves(links[name], tensor, leaves, path)
-    new = tree.unflatten(params, leaves)
-    _require_ties(model, tensors, links, tree.flatten(params), path)
-    return new
+    if getattr(model.head, "tied", False):
+        _require_ties(tied, tensors, links, tree.flatten(params), path)
+    return tree.unflatten(params, leaves)
 
 
 def _leaves(link: Link, tensor: Tensor, leaves: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _leaves(link: Link, tensor: Tensor, leaves: Mapping[str, Any], path: Path) -
 
 
 def _require_ties(
-    model: Any,
+    tied: Mapping[str, str],
     tensors: Mapping[str, Tensor],
     links: Mapping[str, Link],
     leaves: Mapping[str, Any],
@@ -79,9 +79,6 @@ def _require_ties(
 
     PEFT can train one of them alone, which the model's `tie_word_embeddings` cannot express.
     """
-    if not getattr(model.head, "tied", False):
-        return
-    tied = FAMILIES[model.hf_config["model_type"]].tied
     for table in sorted({of for of in tied.values() if of in links}):
         stored = [name for name, of in tied.items() if of == table and name in tensors]
         stored += [table] if table in tensors else []

@@ -18,7 +18,7 @@ from xformer.dispatch.grad_callback import Ready
 from xformer.finetune.base import Example, Task, require
 from xformer.finetune.data import SCORE
 from xformer.finetune.heads import is_classifier
-from xformer.finetune.pairs import pair_batch, pair_example
+from xformer.finetune.pairs import labelled_batch, pair_example
 from xformer.ops._loss import one
 from xformer.training.batch import Batch
 
@@ -49,7 +49,7 @@ class Rank(Task):
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
         """A batch of pairs and their scores; with types if the model has them."""
-        return pair_batch(self, examples, np.float32)
+        return labelled_batch(self.model, examples)
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
         """The mean `binary_cross_entropy` of the pairs, and its cache."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer import pretrained
-from xformer.base.files import PART, replacing
+from xformer.base.files import replacing
 from xformer.finetune import peft
 from xformer.finetune.lora import adapters, merge
 from xformer.models import Classifier
@@ -51,13 +51,6 @@ def save(
         return None
     peft.save(model, params, target / ADAPTER, base=None if source is None else str(source))
     return target / ADAPTER
-
-
-def clear(folder: Path) -> None:
-    """Remove files that a killed `save` left half-written in the subfolders."""
-    for part in folder.glob("*/.*.part"):
-        if PART.fullmatch(part.name):
-            part.unlink()
 
 
 def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any = None) -> None:

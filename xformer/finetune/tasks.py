@@ -13,12 +13,13 @@ from typing import Any
 
 from xformer import pretrained
 from xformer.base.choices import require_one_of
-from xformer.finetune.base import LONGEST, Example, Task, context_of
+from xformer.finetune.base import LONGEST, Example, Task
 from xformer.finetune.data import LABEL, SCORE, Record, first_fields
 from xformer.finetune.language import Causal, Completion, Masked
 from xformer.finetune.pairs import Classify, ClassifyPairs, Contrastive, Seq2Seq
 from xformer.finetune.ranking import Rank
 from xformer.finetune.tagging import TagWords
+from xformer.inspection.summary import max_positions
 from xformer.pretrained.files import CONFIG
 from xformer.pretrained.foreign import require_model
 from xformer.pretrained.reading import read_json
@@ -45,7 +46,7 @@ def task(name: str, model: Any, tokenizer: Any, max_len: int | None = None, **op
     require_one_of("task", name, TASKS)
     if max_len is None:
         trained = (getattr(model, "hf_config", None) or {}).get("max_position_embeddings")
-        limits = (LONGEST, context_of(model), trained)
+        limits = (LONGEST, max_positions(model), trained)
         max_len = min(n for n in limits if n is not None)
     return TASKS[name](model, tokenizer, max_len, **options)
 

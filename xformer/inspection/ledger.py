@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,6 +127,9 @@ def ledger(
     work = [_backward_work(cut, batch, length, dtype) for cut in _one_layer_of_each(model)]
     loss_work, layer_work, early = (max(kind) for kind in zip(*work, strict=True))
     update_work = _update_work(model, dtype, pair, tree.nbytes(params))
+    n_remembered = 0  # tokens of the segment memory
+    if not isinstance(model, EncoderDecoder) and model.memory_len is not None:
+        n_remembered = len(model.blocks) * batch * model.memory_len
     return Ledger(
         tree.nbytes(params),
         tree.nbytes(pair.init(params)),
@@ -135,16 +139,8 @@ def ledger(
         update_work,
         scratch_nbytes(),
         early,
-        _memory_nbytes(model, batch, dtype),
+        n_remembered * model.blocks[0].d_model * np.dtype(dtype).itemsize,
     )
-
-
-def _memory_nbytes(model: Any, batch: int, dtype: str) -> int:
-    """The bytes of the segment memory; 0 without one."""
-    if isinstance(model, EncoderDecoder) or model.memory_len is None:
-        return 0
-    n = len(model.blocks) * batch * model.memory_len * model.d_model
-    return n * np.dtype(dtype).itemsize
 
 
 def measured_peak(
@@ -201,18 +197,17 @@ def program_ledger(
     config = TrainConfig(steps=1, optimiser=optimiser)
     pair = config.chosen_optimiser()
     like = stood_in(model, dtype, Tally())
-    params, state = tree.map(_unmade, (like, pair.init(like)))
+
+    def unmade(leaf: Any) -> Any:  # the system allocates the memory of zeros when it is accessed
+        return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else leaf
+
+    params, state = tree.map(unmade, (like, pair.init(like)))
     first = Same(arguments(model, batch, length, dtype)[1]).batch(0)
     steps = CompiledSteps(loss_of(model), config, backends.get("numpy"), pair, None)
     program, inputs = steps.recorded(State(params, state, None), [first], 1e-3)
     sizes = tree.nbytes(params), tree.nbytes(state)
     input_bytes = sum(x.nbytes for x in inputs) - sum(sizes)
     return ProgramLedger(*sizes, program.plan.nbytes, input_bytes, program.scratch_nbytes)
-
-
-def _unmade(leaf: Any) -> Any:
-    """Zeros like an array; the system allocates their memory only when they are accessed."""
-    return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _sizes(model: Any, batch: int, length: int, dtype: str, optimiser: str) -> tuple[int, ...]:
@@ -259,7 +254,12 @@ def _backward_work(model: Any, batch: int, length: int, dtype: str) -> tuple[int
         loss, cache = step_loss(model, params, examples)
         cached = getattr(cache, "tokens", cache).model  # the router losses need hardly any memory
         top, at_loss = _peak(getattr(cached, "decode", cached).head.backward, one(loss))
-        grads, at_layer = _peak(_above(cached, top).backward, one(loss))
+        done = SimpleNamespace(backward=lambda dloss: top)  # a backward that starts after the head
+        if hasattr(cached, "decode"):
+            cached = cached._replace(decode=cached.decode._replace(head=done))
+        else:
+            cached = cached._replace(head=done)
+        grads, at_layer = _peak(cached.backward, one(loss))
         new = tree.nbytes(grads) - (early := _held_bytes(grads, cache))
         return at_loss, at_layer + tree.nbytes(top) - _held_bytes(top, cache) - new, early
 
@@ -311,22 +311,6 @@ def _peak(step: Callable[..., Any], *args: Any) -> tuple[Any, int]:
     tracemalloc.reset_peak()
     result = step(*args)
     return result, tracemalloc.get_traced_memory()[1] - before
-
-
-class _Done(NamedTuple):
-    """A stand-in for the cache of a head, with the gradients that its backward returned."""
-
-    grads: tuple[Any, ...]
-
-    def backward(self, dloss: Any) -> tuple[Any, ...]:
-        return self.grads
-
-
-def _above(cache: Any, top: tuple[Any, ...]) -> Any:
-    """The cache of a model, for a backward that starts after the head."""
-    if hasattr(cache, "decode"):
-        return cache._replace(decode=cache.decode._replace(head=_Done(top)))
-    return cache._replace(head=_Done(top))
 
 
 def _held_bytes(grads: Any, cache: Any) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from xformer.models import Classifier, EncoderDecoder, LanguageModel, Pooler
 from xformer.ops import RandomKey
 from xformer.ops.gated_delta_rule import CHUNK_LEN
 
+# Word in the name of a leaf of a cache -> the part of the model.
+AROUND = {"embed": "embedding", "stack": "around the layers", "loss": "loss", "head": "head"}
 BLOCK = re.compile(r"(\w+)\.stack\.layers\.blocks\.(\d+)\.")
 
 
@@ -38,11 +41,8 @@ class Measured(NamedTuple):
 
 def measured(model: Any, batch: int, length: int, dtype: str) -> Measured:
     """Bytes and FLOPs of `model` with NumPy's kernels, without parameters and inputs."""
-
-    def measure(b: int, t: int) -> Measured:
-        return _run(model, b, t, dtype)
-
-    return Measured(*_extrapolated(measure, batch, length, _step(model)))
+    run = partial(_run, model, dtype=dtype)
+    return Measured(*_extrapolated(run, batch, length, _step(model)))
 
 
 def saved_by_part(model: Any, batch: int, length: int, dtype: str) -> dict[str, int]:
@@ -63,11 +63,11 @@ def saved_by_part(model: Any, batch: int, length: int, dtype: str) -> dict[str, 
 
     sizes = _extrapolated(measure, batch, length, _step(model))
     order = ("embedding", "encoder", "layer", "decoder", "around", "head", "loss")
-    return dict(sorted(zip(names, sizes, strict=True), key=lambda part: _rank(order, part[0])))
 
+    def place(part: tuple[str, int]) -> int:
+        return next(i for i, word in enumerate(order) if part[0].startswith(word))
 
-def _rank(order: Sequence[str], name: str) -> int:
-    return next(i for i, word in enumerate(order) if name.startswith(word))
+    return dict(sorted(zip(names, sizes, strict=True), key=place))
 
 
 def _by_part(saved: Any, inputs: Sequence[Any]) -> dict[str, int]:
@@ -88,15 +88,7 @@ def _part_of(name: str) -> str:
         which = {"encode": "encoder ", "decode": "decoder "}.get(match[1], "")
         return f"{which}layer {match[2]}"
     words = name.split(".")
-    for word, part in (
-        ("embed", "embedding"),
-        ("stack", "around the layers"),
-        ("loss", "loss"),
-        ("head", "head"),
-    ):
-        if word in words:
-            return part
-    return "loss"
+    return next((part for word, part in AROUND.items() if word in words), "loss")
 
 
 def _extrapolated(

@@ -139,7 +139,7 @@ def summary(
         raise ValueError(f"summary: dtype must be {' or '.join(FLOATING)}, got {dtype!r}")
     length = min(LENGTH, context(model) or LENGTH) if length is None else length
     batch, length = require_sizes("summary", 1, batch=batch, length=length)
-    limit = _positions(model)
+    limit = max_positions(model)
     if limit is not None and length > limit:
         raise ValueError(f"summary: length must be at most {limit}, the model's, got {length}")
     forward, saved, flops = measured(model, batch, length, dtype)
@@ -164,13 +164,13 @@ def parts(model: Any) -> Iterator[Part]:
 
 def context(model: Any) -> int | None:
     """The longest sequence that a model supports; None if its configuration does not say."""
-    limit = _positions(model)
+    limit = max_positions(model)
     configured = (model.hf_config or {}).get("max_position_embeddings")
     return configured if limit is None and isinstance(configured, int) else limit
 
 
-def _positions(model: Any) -> int | None:
-    """The longest sequence that the position embeddings support; None if there is no limit."""
+def max_positions(model: Any) -> int | None:
+    """The longest sequence that the position embeddings support; None: only memory limits it."""
     embeds = [getattr(model, name, None) for name in ("embed", "src_embed", "tgt_embed")]
     limits = [e.context for e in embeds if e is not None and e.context is not None]
     return min(limits, default=None)

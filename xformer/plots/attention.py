@@ -37,6 +37,8 @@ def attention_picture(
 
     ValueError if the number of names does not fit, and for more than 64 tokens.
     """
+    from matplotlib.colors import PowerNorm
+
     if probs.ndim != 3 or probs.shape[1:] != (len(queries), len(keys)):
         raise ValueError(
             f"attention_picture: probs must be (H, {len(queries)}, {len(keys)}) by the tokens, "
@@ -53,7 +55,13 @@ def attention_picture(
     for panel in axes.flat[n_heads:]:
         panel.set_visible(False)
     for head, panel in enumerate(axes.flat[:n_heads]):
-        image = _panel(panel, probs[head], f"head {head}")
+        norm = PowerNorm(0.5, 0, 1)
+        image = panel.imshow(probs[head], cmap=SHADES, norm=norm, aspect="auto")
+        panel.set_title(f"head {head}", fontsize=9)
+        panel.grid(False)
+        panel.set(xticks=[], yticks=[])
+        panel.tick_params(length=0)
+        panel.spines[["top", "right"]].set_visible(True)
     named: dict[str, Any] = {"parse_math": False, "fontsize": 7 * scale}
     for panel in axes[:, 0]:
         panel.set_yticks(range(len(queries)), map(_short, queries), **named)
@@ -77,18 +85,6 @@ def _grid(n_heads: int, n_queries: int, n_keys: int) -> tuple[int, int, tuple[fl
     scale = min(1.0, WIDEST / (columns * width))
     size = (scale * columns * (width + 0.15) + 1.9, scale * rows * (height + 0.3) + 1.3)
     return rows, columns, size, scale
-
-
-def _panel(axes: Any, probs: np.ndarray, title: str) -> Any:
-    from matplotlib.colors import PowerNorm
-
-    image = axes.imshow(probs, cmap=SHADES, norm=PowerNorm(0.5, 0, 1), aspect="auto")
-    axes.set_title(title, fontsize=9)
-    axes.grid(False)
-    axes.set(xticks=[], yticks=[])
-    axes.tick_params(length=0)
-    axes.spines[["top", "right"]].set_visible(True)
-    return image
 
 
 def _columns(n_heads: int, ratio: float) -> int:

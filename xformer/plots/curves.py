@@ -40,7 +40,10 @@ def training_curves(logs: Sequence[Log], *, x: str = "step") -> Any:
         line = line_of(i) | ({} if len(log.step) > 1 else {"marker": "o", "markersize": 4})
         at = getattr(log, x)
         _smooth(loss, at, log.loss, line, alone)
-        _validation(loss, at, log, line_of(1) if alone else line)
+        if (measured := np.isfinite(log.validation)).any():
+            points = (line_of(1) if alone else line) | POINTS
+            best = f"validation, {log.validation[measured].min():.3f} at best"
+            loss.plot(at[measured], log.validation[measured], **points, label=best)
         lr.plot(at, log.lr, **line)
         _smooth(norm, at, log.norm, line, alone)
         speed.plot(*rates(at, log), **line)
@@ -112,13 +115,6 @@ def _smooth(axes: Any, at: np.ndarray, values: np.ndarray, line: Any, alone: boo
     if alone and smooth:
         axes.plot(at, values, color=line["color"], alpha=0.3, lw=0.7)
     axes.plot(at, smoothed(values), **line, label="training" + ", smoothed" * smooth)
-
-
-def _validation(axes: Any, at: np.ndarray, log: Log, line: Any) -> None:
-    measured = np.isfinite(log.validation)
-    if measured.any():
-        best = f"validation, {log.validation[measured].min():.3f} at best"
-        axes.plot(at[measured], log.validation[measured], **line | POINTS, label=best)
 
 
 def _from_zero(axes: Any) -> float:

@@ -15,13 +15,7 @@ from xformer.base.typing import Array
 from xformer.dispatch import reference_only
 from xformer.dispatch.checks import require_sizes
 from xformer.initializers import fixup
-from xformer.layers import (
-    AttentionConfig,
-    BlockConfig,
-    EmbedConfig,
-    FeedForwardConfig,
-    StackParams,
-)
+from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, StackParams
 from xformer.layers.block import NORMS
 from xformer.models import LanguageModel, LMHead
 from xformer.ops._loss import one
@@ -65,7 +59,7 @@ def flow(model: LanguageModel, params: Any, tokens: Array, targets: Array, name:
         stack = below.model.hidden.stack
         last = model.hidden(params, tokens)[0] if stack.norm is None else stack.norm.norm.x
     outputs = [*(_input(block) for block in stack.blocks[1:]), last]
-    sizes = np.array([_rms(x) for x in outputs])
+    sizes = np.array([_norm(x) / math.sqrt(max(math.prod(x.shape), 1)) for x in outputs])
     return Flow(name, sizes, np.array([_norm(block) for block in grads.stack.blocks]))
 
 
@@ -165,10 +159,6 @@ def _input(block: Any) -> Array:
     norm = block.attn.sum
     x = block.attn.sublayer.maps.x if norm is None or block.chain.post else norm.norm.norm.x
     return x
-
-
-def _rms(x: Array) -> float:
-    return _norm(x) / math.sqrt(max(math.prod(x.shape), 1))
 
 
 def _norm(arrays: Any) -> float:

@@ -107,16 +107,10 @@ def _drawn() -> frozenset[int]:
 
 
 def require_drawable(path: str | os.PathLike[str]) -> None:
-    """Raise early what `save` would raise: ValueError for another format, or ImportError."""
-    require_format(path)
-    require_matplotlib()
-
-
-def require_format(path: str | os.PathLike[str]) -> Path:
-    """`path`; ValueError unless it ends in .png or .svg."""
+    """ValueError unless `path` ends in .png or .svg, ImportError without matplotlib."""
     if Path(path).suffix.lower() not in FORMATS:
         raise ValueError(f"a picture must end in {' or '.join(FORMATS)}, got {path}")
-    return Path(path)
+    require_matplotlib()
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> Path:
@@ -126,7 +120,8 @@ def save(figure: Any, path: str | os.PathLike[str]) -> Path:
 
     ValueError for another format. OSError, which names the file, if it cannot be written.
     """
-    target = require_format(path)
+    require_drawable(path)
+    target = Path(path)
     kind = target.suffix.lower()[1:]
     # No date and no versions, so that the same plot gives the same file.
     metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}

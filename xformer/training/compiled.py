@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from xformer import ops, optim
@@ -37,6 +38,7 @@ def why_not_compiled(loss: Loss, config: TrainConfig, backend: Backend, world: W
     return None
 
 
+@dataclass(eq=False)
 class CompiledSteps:
     """The compiled step of `train`.
 
@@ -44,17 +46,14 @@ class CompiledSteps:
     and numbers, and the learning rate are further arguments.
     """
 
-    def __init__(
-        self,
-        loss: Any,  # an ArrayLoss
-        config: TrainConfig,
-        backend: Backend,
-        optimiser: Optimiser,
-        reduce: Reduce | None,
-    ) -> None:
-        self.loss, self.config, self.backend, self.optimiser = loss, config, backend, optimiser
-        self.reduce = reduce
-        self._call: Any = backend.compiled(self._step, (0, 1, 2), lends=True)
+    loss: Any  # an ArrayLoss
+    config: TrainConfig
+    backend: Backend
+    optimiser: Optimiser
+    reduce: Reduce | None
+
+    def __post_init__(self) -> None:
+        self._call: Any = self.backend.compiled(self._step, (0, 1, 2), lends=True)
         self._numbers: list[str] = []  # leaves of the optimiser's state that are Python numbers
 
     def __call__(

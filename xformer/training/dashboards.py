@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from xformer.base.files import replacing
 from xformer.training.log import LOG, numbers_of, rows
@@ -65,7 +65,8 @@ def dashboard(
     """
     require_dashboard(name)
     root, is_tensorboard = Path(folder), name == "tensorboard"
-    shown: _Dashboard = _TensorBoard(root) if is_tensorboard else _WandB(root, options, again)
+    shown: _TensorBoard | _WandB
+    shown = _TensorBoard(root) if is_tensorboard else _WandB(root, options, again)
     before: Mapping[str, Any] = {"tokens": 0, "seconds": 0.0}
 
     def add(row: Mapping[str, Any]) -> None:
@@ -92,14 +93,6 @@ def dashboard(
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
-
-
-class _Dashboard(Protocol):
-    def add(self, step: int, seconds: float, numbers: dict[str, float]) -> None:
-        """Show the numbers of a step, which ended `seconds` after the start of training."""
-
-    def close(self, failed: bool) -> None:
-        """Show everything. failed: training was interrupted by an error."""
 
 
 class _TensorBoard:
@@ -131,6 +124,7 @@ class _TensorBoard:
         self.due = time.monotonic() + PAUSE
 
     def add(self, step: int, seconds: float, numbers: dict[str, float]) -> None:
+        """Show the numbers of a step, which ended `seconds` after the start of training."""
         values = [self.summary.Value(tag=tag, simple_value=x) for tag, x in numbers.items()]
         summary = self.summary(value=values)
         event = self.event(step=step, wall_time=self.start + seconds, summary=summary)

@@ -60,14 +60,10 @@ def _culprit(grads: Any, norm: float) -> str:
         return f"; not finite: the gradient of {names[0]}{more}"
     if math.isfinite(norm):
         return ""
-    sizes = {name: _largest(g) for name, g in leaves.items()}
+    xp = array_namespace(*leaves.values())
+    sizes = {name: float(xp.max(xp.abs(g))) for name, g in leaves.items()}
     name = max(sizes, key=sizes.__getitem__)
     return f"; each gradient is finite, that of {name} up to {sizes[name]:.3g}"
-
-
-def _largest(array: Array) -> float:
-    xp = array_namespace(array)
-    return float(xp.max(xp.abs(array)))
 
 
 def is_finite(array: Array) -> bool:

@@ -191,7 +191,8 @@ def train(
     begun = time.perf_counter() - state.seconds
     if donate and state.ema is not None:  # initially it may be the parameters themselves
         with backend.active():
-            state = state._replace(ema=tree.map(_copy, state.ema))
+            copied = tree.map(lambda a: array_namespace(a).asarray(a, copy=True), state.ema)
+            state = state._replace(ema=copied)
     while state.step < config.steps and not is_stale(state, config):
         lr = schedule(state.step + 1)
         with (
@@ -323,7 +324,8 @@ class _Steps:
         clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=self.donate)
 
         def checked() -> tuple[float, float]:
-            loss_number, norm_number = _read(value, norm, self.backend)
+            both = array_namespace(value, norm).stack([value, norm])  # one synchronisation
+            loss_number, norm_number = self.backend.to_numpy(both).tolist()
             with_loss = _with_loss(state, loss_number)
             require_sound(with_loss, loss_number, norm_number, grads, self.config, lr)
             return loss_number, norm_number
@@ -417,17 +419,6 @@ def _after(state: State, loss: float, trained: Any, optimiser: Any, average: Any
     params = tree.join(state.params, trained)
     state = _with_loss(state, loss)._replace(params=params, optimiser=optimiser, ema=average)
     return state._replace(step=state.step + 1)
-
-
-def _read(loss: Array, norm: Array, backend: Backend) -> tuple[float, float]:
-    """Loss and norm as numbers, with one synchronisation of the device."""
-    xp = array_namespace(loss, norm)
-    loss_number, norm_number = backend.to_numpy(xp.stack([loss, norm])).tolist()
-    return loss_number, norm_number
-
-
-def _copy(array: Array) -> Array:
-    return array_namespace(array).asarray(array, copy=True)
 
 
 def _with_loss(state: State, loss: float) -> State:

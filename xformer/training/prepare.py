@@ -18,13 +18,7 @@ from xformer.base.files import making, require_new
 from xformer.base.printing import size
 from xformer.training.corpus import HEADER, Corpus, Words, dtype_of, encoded, make_vocabulary
 from xformer.training.texts import Progress, Texts, require_share, texts
-from xformer.training.token_files import (
-    FORMAT,
-    PARTS,
-    digest,
-    open_corpus,
-    vocabulary_in,
-)
+from xformer.training.token_files import FORMAT, PARTS, digest, open_corpus, vocabulary_in
 from xformer.training.vocabulary import Vocabulary
 
 

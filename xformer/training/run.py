@@ -195,7 +195,11 @@ class Run:
             saved = self._read(by_step, max(by_step) if at is None else at)
             state = self._restored(saved, start, self.backend)
             self._saved = state.step
-        self._require_space(state)
+        needed, free = self.space_needed(state), shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise OSError(
+                f"{self.folder}: the checkpoints need {size(needed)}, and {size(free)} are free"
+            )
         content = read_run(self.folder)
         if differences(content["about"], self.about):
             self._describe(content | {"about": self.about, "notes": self.notes})
@@ -309,7 +313,9 @@ class Run:
         except Exception as error:
             self._left = None
             if isinstance(error, Diverged | OSError):
-                error.add_note(self._last_good())
+                last = list(checkpoints(self.folder).values())[-1:]
+                good = f"the last good checkpoint is {last[0]}" if last else ""
+                error.add_note(good or "there is no checkpoint yet")
             raise
 
     def _with_model(self, state: State) -> State:
@@ -349,8 +355,8 @@ class Run:
 
     def _write(self, state: State) -> None:
         """Write a checkpoint of `state`, without frozen parameters."""
-        part = _without_frozen(state)
-        write_state(path_of(self.folder, state.step), part, self.backend, self._about(state))
+        path, part = path_of(self.folder, state.step), _without_frozen(state)
+        write_state(path, part, self.backend, self._about(state))
 
     def _restored(self, saved: Saved, like: State, backend: Backend) -> State:
         """The state of a checkpoint on `backend`, with the frozen parameters of `like`."""
@@ -391,13 +397,6 @@ class Run:
             if step != state.best_step:
                 path_of(self.folder, step).unlink()
 
-    def _require_space(self, state: State) -> None:
-        needed, free = self.space_needed(state), shutil.disk_usage(self.folder).free
-        if needed > free:
-            raise OSError(
-                f"{self.folder}: the checkpoints need {size(needed)}, and {size(free)} are free"
-            )
-
     def _describe(self, content: dict[str, Any]) -> None:
         with replacing(self.folder / RUN) as (part,):
             text = json.dumps({"format": FORMAT} | content, indent=2) + "\n"
@@ -412,12 +411,6 @@ class Run:
             "machine": platform.platform(),
             "backend": self.backend.describe(),
         }
-
-    def _last_good(self) -> str:
-        by_step = checkpoints(self.folder)
-        if not by_step:
-            return "there is no checkpoint yet"
-        return f"the last good checkpoint is {by_step[max(by_step)]}"
 
 
 def require_alike(world: World, backend: Backend, about: Any, every: int) -> None:

@@ -17,7 +17,7 @@ from xformer.training.state import is_number
 
 def is_sharded(state: Any, world: World) -> bool:
     """Whether a state of an optimiser is sharded. ValueError if the processes differ in this."""
-    mine = _is_sharded(state)
+    mine = bool(_nodes(state))  # also if this process has no leaves of it
     for rank, other in enumerate(world.gather(mine)):
         if other != mine:
             raise ValueError(
@@ -65,30 +65,17 @@ def scattered(whole: dict[str, Any], like: Any, world: World, backend: Backend) 
     return tree.unflatten(like, dict(zip(tree.flatten(like), parts, strict=True)))
 
 
-def _is_sharded(state: Any) -> bool:
-    found: list[str] = []
-
-    def of_node(path: str, node: ShardedState) -> ShardedState:
-        found.append(path)
-        return node
-
-    tree.map_nodes(of_node, state, ShardedState)
-    return bool(found)  # also if this process has no leaves of it
+def _nodes(state: Any) -> dict[str, ShardedState]:
+    nodes: dict[str, ShardedState] = {}
+    tree.map_nodes(nodes.setdefault, state, ShardedState)
+    return nodes
 
 
 def _names(state: Any) -> dict[str, str]:
     """The names of the leaves of each `ShardedState`, and their names in the whole state."""
     names: dict[str, str] = {}
-
-    def of_node(path: str, node: ShardedState) -> ShardedState:
+    for path, node in _nodes(state).items():
         for name in tree.flatten(node):
             whole = name.removeprefix("own").removeprefix(".")
-            names[_inside(path, name)] = _inside(path, whole)
-        return node
-
-    tree.map_nodes(of_node, state, ShardedState)
+            names[f"{path}.{name}".strip(".")] = f"{path}.{whole}".strip(".")
     return names
-
-
-def _inside(path: str, name: str) -> str:
-    return f"{path}.{name}".strip(".")

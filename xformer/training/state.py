@@ -151,7 +151,8 @@ def read_state(path: str | os.PathLike[str]) -> Saved:
         raise CheckpointError(f"{file_path} is damaged: its content has another SHA-256")
     if format_ != FORMAT:
         raise CheckpointError(f"{file_path}: format must be {FORMAT}, got {format_!r}")
-    return Saved(file_path, arrays, {name: _number(n) for name, n in numbers.items()}, about)
+    plain = {name: float(n) if isinstance(n, str) else n for name, n in numbers.items()}
+    return Saved(file_path, arrays, plain, about)
 
 
 def require_same(path: Path, stored: Any, current: Any, free: Collection[str] = ()) -> None:
@@ -203,10 +204,6 @@ def _parted(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def is_number(leaf: Any) -> bool:
     """Whether a leaf of a state is a Python number, not an array."""
     return type(leaf) in (bool, int, float)  # exactly: NumPy's scalars are arrays
-
-
-def _number(n: Any) -> Any:
-    return float(n) if isinstance(n, str) else n
 
 
 def _kind(leaf: Any) -> str:

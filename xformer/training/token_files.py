@@ -19,7 +19,7 @@ from xformer.generation.vocabulary import VOCABULARY
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, read_json
 from xformer.training.corpus import DTYPES, HEADER, Corpus, CorpusError
-from xformer.training.vocabulary import TOKENIZER, Vocabulary, load_vocabulary
+from xformer.training.vocabulary import TOKENIZER, load_vocabulary
 
 FORMAT = "xformer-corpus-1"
 PARTS = ("train", "validation")
@@ -41,12 +41,17 @@ def open_corpus(folder: str | os.PathLike[str], *, verify: bool = False) -> Corp
         words = load_vocabulary(root)
     except PretrainedError as error:
         raise CorpusError(str(error)) from error
-    _require_vocabulary(root, words, header)
+    size, sha256 = header.vocabulary
+    if words.size != size or digest(vocabulary_in(root)) != sha256:
+        raise CorpusError(
+            f"{root}: the vocabulary must be the one of the tokens, of size {size}, "
+            f"got another, of size {words.size}"
+        )
     train, validation = (
         _mapped(root / f"{name}.bin", header.dtype, *header.parts[name], verify) for name in PARTS
     )
-    sha256 = header.parts["train"][1], header.parts["validation"][1]
-    return Corpus(train, validation, header.description, words, sha256)
+    digests = header.parts["train"][1], header.parts["validation"][1]
+    return Corpus(train, validation, header.description, words, digests)
 
 
 def digest(path: Path) -> str:
@@ -88,12 +93,3 @@ def _mapped(path: Path, dtype: np.dtype[Any], n: int, sha256: str, verify: bool)
     if n == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype.newbyteorder("<"), "r")
-
-
-def _require_vocabulary(root: Path, words: Vocabulary, header: _Header) -> None:
-    size, sha256 = header.vocabulary
-    if words.size != size or digest(vocabulary_in(root)) != sha256:
-        raise CorpusError(
-            f"{root}: the vocabulary must be the one of the tokens, of size {size}, "
-            f"got another, of size {words.size}"
-        )

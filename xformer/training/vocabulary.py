@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -119,10 +119,17 @@ def train_bpe(
         initial_alphabet=sorted(t.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    counted = _Counted(texts)
+    n_characters = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal n_characters
+        for text in texts:
+            n_characters += len(text)
+            yield text
+
     with translated("train_bpe"):
-        inner.train_from_iterator(iter(counted), trainer)
-    if not counted.characters:
+        inner.train_from_iterator(counted(), trainer)
+    if not n_characters:
         raise ValueError("train_bpe: there is no text to learn from")
     config = Config({"split_special_tokens": split_special_tokens}, "train_bpe")
     return Subwords(Tokenizer(inner, config, "train_bpe"))
@@ -166,15 +173,3 @@ def named_vocabulary(name: str) -> Vocabulary | Callable[[Iterable[str]], Vocabu
     raise ValueError(
         f"vocabulary must be bytes, characters, bpe:SIZE or a folder, got {name!r}{near}"
     )
-
-
-class _Counted:
-    """An iterable of texts that counts their characters."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.texts, self.characters = texts, 0
-
-    def __iter__(self) -> Any:
-        for text in self.texts:
-            self.characters += len(text)
-            yield text
