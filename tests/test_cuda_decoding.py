@@ -22,7 +22,7 @@ from xformer.backends import Backend
 from xformer.backends.cupy.captured import Captured
 from xformer.cli import main
 from xformer.dispatch.shapes import STORED
-from xformer.generation import compiled as on_host
+from xformer.generation import compiled_decoding as on_host
 from xformer.generation import generate, prefill, stream
 from xformer.layers.constant import constant
 from xformer.layers.kv_cache import KVCache, append

@@ -32,8 +32,8 @@ from xformer.training import (
     prepare,
     train_bpe,
 )
-from xformer.training import pieces as cutting
-from xformer.training.pieces import decoded
+from xformer.training import text_reader as cutting
+from xformer.training.text_reader import decoded
 from xformer.training.texts import Document, Texts
 
 # Texts

@@ -17,7 +17,7 @@ from test_speculative import layers
 
 from xformer import tree
 from xformer.backends.numba.program.compiled import Compiled
-from xformer.generation import compiled as compiling
+from xformer.generation import compiled_decoding as compiling
 from xformer.generation import generate, prefill, prompts, speculative
 from xformer.generation.samplers import temperature, top_k
 from xformer.layers import RopeConfig

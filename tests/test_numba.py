@@ -28,7 +28,7 @@ from xformer.optim.adam import adam_update
 from xformer.proofs.catalogue import cases
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import KERNELS, compiled, single_op, vectors
+from xformer.backends.numba import KERNELS, jit, single_op, vectors
 from xformer.backends.numba.program import native
 from xformer.backends.numba.single_op import Eager
 from xformer.cli import main
@@ -73,8 +73,8 @@ def test_nowhere_to_keep_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def enable_caching(function: Any) -> None:
         raise RuntimeError("cannot cache function 'f': no locator available")
 
-    monkeypatch.setattr(compiled.Function, "enable_caching", enable_caching)
-    for decorate in (compiled.elementwise, compiled.rowwise):
+    monkeypatch.setattr(jit.Function, "enable_caching", enable_caching)
+    for decorate in (jit.elementwise, jit.rowwise):
         with pytest.raises(backends.Unusable, match=r"no locator available\): .* NUMBA_CACHE_DIR"):
             decorate(lambda x: x)
 
@@ -83,8 +83,8 @@ def test_machine_code_is_of_all_files_of_loops(tmp_path: Path) -> None:
     """What a function calls is compiled with it, and where that has changed it is made anew."""
     folder = tmp_path / "loops"
     folder.mkdir()
-    shutil.copy(compiled.__file__, folder / "compiled.py")
-    begin, inner = "from loops.compiled import rowwise\n", folder / "inner.py"
+    shutil.copy(jit.__file__, folder / "jit.py")
+    begin, inner = "from loops.jit import rowwise\n", folder / "inner.py"
     outer = "from loops.inner import inner\n@rowwise\ndef outer(x):\n    return inner(x)\n"
     (folder / "outer.py").write_text(begin + outer, encoding="utf-8")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
@@ -105,12 +105,12 @@ def test_one_process_at_a_time_keeps_machine_code(tmp_path: Path) -> None:
     """Two at once would mix up what they compiled for different arguments."""
     kept: list[int] = []
     folder = tmp_path / "new"
-    compiled._save(kept.append, folder, 1)
+    jit._save(kept.append, folder, 1)
     with locked(folder, "compiles"):
-        compiled._save(kept.append, folder, 2)
-    compiled._save(kept.append, folder, 3)
+        jit._save(kept.append, folder, 2)
+    jit._save(kept.append, folder, 3)
     assert kept == [1, 3]
-    assert vectors.vector_matrix._cache.save_overload.func is compiled._save
+    assert vectors.vector_matrix._cache.save_overload.func is jit._save
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -124,7 +124,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("ending", ["nbi", "nbc"])
 def test_damaged_machine_code_counts_as_missing(damage: str, ending: str, tmp_path: Path) -> None:
-    file = compiled._CacheFile(str(tmp_path), "f", "sources")
+    file = jit._CacheFile(str(tmp_path), "f", "sources")
     file.save("key", bytes(200))
     assert file.load("key") == bytes(200)
     (path,) = tmp_path.glob(f"*.{ending}")
@@ -132,15 +132,15 @@ def test_damaged_machine_code_counts_as_missing(damage: str, ending: str, tmp_pa
     assert file.load("key") is None
     file.save("key", bytes(300))
     assert file.load("key") == bytes(300)
-    assert compiled._CacheFile(str(tmp_path), "f", "other sources").load("key") is None
+    assert jit._CacheFile(str(tmp_path), "f", "other sources").load("key") is None
 
 
 def test_damaged_machine_code_is_compiled_again(tmp_path: Path) -> None:
     """And it is written over, so that the next process finds it."""
     folder = tmp_path / "loops"
     folder.mkdir()
-    shutil.copy(compiled.__file__, folder / "compiled.py")
-    begin = "from loops.compiled import rowwise\n@rowwise\ndef one(x):\n    return x + 1\n"
+    shutil.copy(jit.__file__, folder / "jit.py")
+    begin = "from loops.jit import rowwise\n@rowwise\ndef one(x):\n    return x + 1\n"
     (folder / "code.py").write_text(begin, encoding="utf-8")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     env |= {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
@@ -160,7 +160,7 @@ def test_only_what_python_calls_gets_machine_code(tmp_path: Path) -> None:
     """What only loops call is linked into them, in one version for literals and other integers."""
     folder = tmp_path / "loops"
     folder.mkdir()
-    code = "from xformer.backends.numba.compiled import rowwise\n"
+    code = "from xformer.backends.numba.jit import rowwise\n"
     code += "@rowwise\ndef inner(x, y):\n    return x + y\n"
     code += "@rowwise\ndef outer(x):\n    return inner(x, 1) + inner(x, x)\n"
     (folder / "code.py").write_text(code, encoding="utf-8")
@@ -174,12 +174,12 @@ def test_only_what_python_calls_gets_machine_code(tmp_path: Path) -> None:
 
 def test_it_is_said_once_that_code_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "xformer"):
-        compiled._say_compiling.cache_clear()
-        assert compiled._load(lambda signature: None, "of one") is None
-        assert compiled._load(lambda signature: None, "of another") is None
-        assert compiled._load(lambda signature: "code", "stored") == "code"
+        jit._say_compiling.cache_clear()
+        assert jit._load(lambda signature: None, "of one") is None
+        assert jit._load(lambda signature: None, "of another") is None
+        assert jit._load(lambda signature: "code", "stored") == "code"
     (said,) = caplog.messages
-    assert said.startswith("numba compiles kernels once") and str(compiled.folder()) in said
+    assert said.startswith("numba compiles kernels once") and str(jit.folder()) in said
 
 
 def test_it_is_said_that_code_cannot_be_kept(
@@ -188,12 +188,12 @@ def test_it_is_said_that_code_cannot_be_kept(
     def save(*overload: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    compiled._say_unstored.cache_clear()
-    compiled._save(save, tmp_path, "one")
-    compiled._save(save, tmp_path, "another")
+    jit._say_unstored.cache_clear()
+    jit._save(save, tmp_path, "one")
+    jit._save(save, tmp_path, "another")
     (said,) = caplog.messages
     assert said == (
-        f"machine code cannot be kept in {compiled.folder()}: No space left on device; the next "
+        f"machine code cannot be kept in {jit.folder()}: No space left on device; the next "
         "process compiles"
     )
 
@@ -203,9 +203,7 @@ def test_warm_up(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["warm-up"]) == 0
     said = capsys.readouterr().out
-    assert (
-        said == f"nothing to compile: the machine code of all kernels is in {compiled.folder()}\n"
-    )
+    assert said == f"nothing to compile: the machine code of all kernels is in {jit.folder()}\n"
     assert all("address" in vars(kernel) for kernel in native.KERNELS)
 
 

@@ -18,7 +18,7 @@ from xformer.base.typing import Array
 from xformer.layers.attention import merge_heads, split_heads
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import flash, gemm, single_op
+from xformer.backends.numba import flash, matmul, single_op
 from xformer.backends.numba.single_op import Eager
 
 KERNEL = Eager(ops.sdpa, least=0)
@@ -247,10 +247,10 @@ def test_without_a_product_that_can_be_called(monkeypatch: pytest.MonkeyPatch) -
     given = given_of((4, 2), (80, 90))
     assert KERNEL.unsupported(*given[:-1]) is None
     assert KERNEL.unsupported(*double(given)[:-1]) == "only float32"
-    monkeypatch.setattr(gemm, "NAMES", ("no_such_product",))
+    monkeypatch.setattr(matmul, "NAMES", ("no_such_product",))
     monkeypatch.setattr(single_op, "_programs", {})
-    gemm.sgemm.cache_clear()
+    matmul.sgemm.cache_clear()
     try:
         assert "run as Python" in str(KERNEL.unsupported(*given[:-1]))
     finally:
-        gemm.sgemm.cache_clear()
+        matmul.sgemm.cache_clear()

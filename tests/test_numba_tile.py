@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from xformer.base.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import gemm, registers, tile, tuning, vectors
+from xformer.backends.numba import matmul, registers, tile, tuning, vectors
 
 KNOWN = pytest.mark.skipif(not registers.USABLE, reason="tiles are for x86-64 with AVX2 or AVX-512")
 Layout = Callable[[Array], Array]
@@ -168,15 +168,15 @@ def test_other_vectors(features: str) -> None:
     code = """
 import itertools
 import numpy as np
-from test_numba_tile import LARGE, LAYOUTS, drawn, gemm, registers, require_product, run, tile
+from test_numba_tile import LARGE, LAYOUTS, drawn, matmul, registers, require_product, run, tile
 known = registers.USABLE
 for n, m, k in itertools.product((1, 5, 6, 7, 14, 120), (3, 16, 19, 120), (1, 9, 120)):
     x, w, y = drawn(n, m, k)
     for a, b in itertools.product(LAYOUTS.values(), repeat=2):
         out = y.copy()
         memory = np.empty(tile.SIZE, np.float32)
-        by = gemm.sgemm(), tile.compiled() if known else 0, memory
-        gemm.add_product(by, np.float32(0.5), a(x), b(w), True, out)
+        by = matmul.sgemm(), tile.compiled() if known else 0, memory
+        matmul.add_product(by, np.float32(0.5), a(x), b(w), True, out)
         require_product(out, x, w, y, 0.5, True)
 for n, m, k in LARGE if known else ():
     x, w, y = drawn(n, m, k)
@@ -247,6 +247,6 @@ def test_products_of_loops(sizes: tuple[int, int, int], lies: tuple[str, str], k
     out = y.copy()
     factors = LAYOUTS[lies[0]](x), LAYOUTS[lies[1]](w)
     memory = np.empty(tile.SIZE, np.float32)
-    by = gemm.sgemm(), tile.compiled() if registers.USABLE else 0, memory
-    gemm.add_product(by, np.float32(2), *factors, keep, out)
+    by = matmul.sgemm(), tile.compiled() if registers.USABLE else 0, memory
+    matmul.add_product(by, np.float32(2), *factors, keep, out)
     require_product(out, x, w, y, 2, keep)

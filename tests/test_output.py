@@ -229,7 +229,7 @@ def test_control_characters_are_visible_on_a_terminal(monkeypatch: pytest.Monkey
 
 
 def test_the_log_of_the_library_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    log = logging.getLogger("xformer.backends.numba.compiled")
+    log = logging.getLogger("xformer.backends.numba.jit")
     with output.notes():
         log.info("numba compiles\n")
     log.info("nobody reads this")

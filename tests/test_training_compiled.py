@@ -15,9 +15,9 @@ from causal_models import causal
 
 from xformer import GPT, backends, optim, reference_only, tree
 from xformer.backends.numba.program import run as programs
-from xformer.generation import compiled as compiling
+from xformer.generation import compiled_decoding as compiling
 from xformer.generation import generate, stream
-from xformer.generation.compiled import _compiled
+from xformer.generation.compiled_decoding import _compiled
 from xformer.generation.samplers import top_k
 from xformer.training import Batch, Diverged, TrainConfig, Windows, loop, loss_of, start, train
 

@@ -13,7 +13,7 @@ from hanging import SECONDS
 import xformer as xf
 from xformer.dispatch import is_inference
 from xformer.distributed.world import World, threads
-from xformer.distributed.world.base import World as Base
+from xformer.distributed.world.processes import World as Base
 
 
 def limited(n: int, fn: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from xformer import training
 from xformer.cli import main
 from xformer.distributed.world import Alone
 from xformer.training import TrainConfig
-from xformer.training.compiled import why_not_compiled
+from xformer.training.compiled_step import why_not_compiled
 
 launched.needs_mpi()
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.compiled import LOG2_E, rowwise
 from xformer.backends.numba.flash_rows import (
     LOWEST,
     ONE,
@@ -29,7 +28,8 @@ from xformer.backends.numba.flash_rows import (
     take_powers,
     unmasked,
 )
-from xformer.backends.numba.gemm import add_product
+from xformer.backends.numba.jit import LOG2_E, rowwise
+from xformer.backends.numba.matmul import add_product
 from xformer.backends.numba.tuning import COLUMNS, LOW, NARROW, WIDE
 from xformer.backends.numpy.tiles import FEW, ROWS, TILE
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.compiled import exp2, rowwise
+from xformer.backends.numba.jit import exp2, rowwise
 
 ONE, ZERO = np.float32(1), np.float32(0)
 LOWEST = np.float32(-np.inf)  # a finite number could be a score

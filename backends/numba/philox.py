@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.compiled import elementwise
+from xformer.backends.numba.jit import elementwise
 from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL
 
 LOW, HALF = np.uint64(MASK), np.uint64(32)

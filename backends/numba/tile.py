@@ -16,8 +16,8 @@ import numpy as np
 from numba import types
 
 from xformer.backends.numba.atomic import floats
-from xformer.backends.numba.compiled import callable_from_c, rowwise
 from xformer.backends.numba.flash_rows import ZERO
+from xformer.backends.numba.jit import callable_from_c, rowwise
 from xformer.backends.numba.registers import (
     COLUMNS,
     HIGH,

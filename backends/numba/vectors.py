@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba.atomic import floats
-from xformer.backends.numba.compiled import elementwise, rowwise, summing
 from xformer.backends.numba.flash_rows import ZERO, dot
+from xformer.backends.numba.jit import elementwise, rowwise, summing
 from xformer.backends.numba.tuning import TOGETHER
 
 ROWS, SUMS = 8, 4  # rows that are read at once: by `vector_matrix`, by `matrix_vector`

@@ -9,7 +9,7 @@ from null_device import stand_ins, work
 from null_device.cases import Numbers, case
 from null_device.device import refusing
 from xformer import GPT, pretrained
-from xformer.generation.compiled import MOST
+from xformer.generation.compiled_decoding import MOST
 
 GPT2 = GPT(50257, 12, 768, 12, max_len=1024)
 LLAMA = pretrained.model(

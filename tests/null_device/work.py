@@ -14,7 +14,7 @@ import numpy as np
 from null_device import device, table
 from null_device.device import cupy
 from xformer import backends, optim, tree
-from xformer.generation import compiled, prefill, stream
+from xformer.generation import compiled_decoding, prefill, stream
 from xformer.initializers import Shapes
 from xformer.training import Batch, TrainConfig, loss_of, start, train
 
@@ -101,7 +101,7 @@ class Texts:
 
 def second_call(model: Any, prompts: list[list[int]], most: int, *args: Any) -> device.Seen:
     """The second captured call of a greedy text, which decodes `most` tokens as the first did."""
-    with patch.object(compiled, "MOST", most):
+    with patch.object(compiled_decoding, "MOST", most):
         texts = Texts(model, prompts, *args, n=1 + 2 * most, compiled=True)
         return steady(texts, before=1 + most)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.cli.models import LoadedModel, opened, start_id
+from xformer.cli.open_model import LoadedModel, opened, start_id
 from xformer.cli.parser import Parser
 from xformer.cli.paths import add_computation, add_model
 from xformer.cli.plot import add_out

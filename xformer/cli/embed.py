@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.cli.models import opened
+from xformer.cli.open_model import opened
 from xformer.cli.parser import Parser
 from xformer.cli.texts import add_options, given, printed, shown, texts_of, watched
 from xformer.sentences import embed, settings, similarity, similarity_name

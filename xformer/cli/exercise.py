@@ -10,7 +10,7 @@ from pathlib import Path
 
 from xformer import backends
 from xformer.base.files import replacing
-from xformer.cli.models import enable_float64
+from xformer.cli.open_model import enable_float64
 from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.exercises import EXERCISES, Exercise, get, grade, load

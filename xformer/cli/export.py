@@ -9,7 +9,7 @@ from typing import Any
 from xformer import export
 from xformer.base.printing import size
 from xformer.cli.embed import add_pooling
-from xformer.cli.models import loaded
+from xformer.cli.open_model import loaded
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.dispatch.shapes import FLOATING

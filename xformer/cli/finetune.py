@@ -16,8 +16,8 @@ from xformer.backends import Backend
 from xformer.base import tree
 from xformer.cli import config_file, finetune_options
 from xformer.cli.finetune_options import FinetuneOptions
-from xformer.cli.models import is_own, kernels_of, opened
 from xformer.cli.multiprocess import description, optimiser_of, together
+from xformer.cli.open_model import is_own, kernels_of, opened
 from xformer.cli.parser import Parser
 from xformer.cli.progress import each
 from xformer.cli.run_options import ABOUT_ENDS, add_options, config_of, dashed, how_to_resume, kept

@@ -13,7 +13,7 @@ from typing import Any
 
 from xformer import backends
 from xformer.base import tree
-from xformer.cli.models import LoadedModel, opened, start_id
+from xformer.cli.open_model import LoadedModel, opened, start_id
 from xformer.cli.output import is_lost, visible
 from xformer.cli.parser import Parser
 from xformer.cli.paths import add_computation, add_model

@@ -21,7 +21,7 @@ from typing import Any
 from xformer import backends, dispatch
 from xformer.backends import Backend
 from xformer.cli import gradcheck_arrays, gradcheck_digits
-from xformer.cli.models import enable_float64, kernels_of
+from xformer.cli.open_model import enable_float64, kernels_of
 from xformer.cli.parser import Parser
 from xformer.cli.progress import each
 from xformer.cli.table import table

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from xformer.cli.models import opened
+from xformer.cli.open_model import opened
 from xformer.cli.parser import Parser
 from xformer.cli.texts import add_options, given, shown, texts_of, watched
 from xformer.sentences import Ranked, rank, rank_settings

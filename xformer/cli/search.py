@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer.cli.errors import in_words
-from xformer.cli.models import opened
+from xformer.cli.open_model import opened
 from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.cli.progress import progress

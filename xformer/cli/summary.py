@@ -11,7 +11,7 @@ from typing import Any
 
 from xformer import pretrained
 from xformer.base.printing import scaled, size
-from xformer.cli.models import is_own
+from xformer.cli.open_model import is_own
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, nonempty
 from xformer.cli.table import Row, table

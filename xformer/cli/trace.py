@@ -15,7 +15,7 @@ import numpy as np
 
 from xformer import backends
 from xformer.base.choices import require_one_of
-from xformer.cli.models import LoadedModel, enable_float64, opened, start_id
+from xformer.cli.open_model import LoadedModel, enable_float64, opened, start_id
 from xformer.cli.parser import Parser
 from xformer.cli.paths import MODEL, TOKENIZER, add_computation, nonempty
 from xformer.cli.texts import shown

@@ -19,8 +19,8 @@ from xformer.base import tree
 from xformer.base.printing import size
 from xformer.cli import config_file, train_from, train_options
 from xformer.cli.generate import write
-from xformer.cli.models import kernels_of, opened
 from xformer.cli.multiprocess import description, optimiser_of, together
+from xformer.cli.open_model import kernels_of, opened
 from xformer.cli.parser import Parser
 from xformer.cli.progress import WIDTH
 from xformer.cli.run_options import (

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xformer import pretrained
-from xformer.cli.models import vocabulary_of
+from xformer.cli.open_model import vocabulary_of
 from xformer.cli.run_options import dashed
 from xformer.cli.summary import inspected, title
 from xformer.dispatch.checks import whole
-from xformer.finetune.base import LONGEST
 from xformer.finetune.saving import TOKENIZER, copy_beside
-from xformer.generation.vocabulary import VOCABULARY
+from xformer.finetune.task import LONGEST
+from xformer.generation.characters import VOCABULARY
 from xformer.inspection.summary import context
 from xformer.models import LanguageModel, LMHead
 from xformer.pretrained.tokenizer import tokenizer

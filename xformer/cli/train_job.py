@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from xformer import backends, training
 from xformer.cli import train_from
-from xformer.cli.models import enable_float64
+from xformer.cli.open_model import enable_float64
 from xformer.cli.progress import each, progress
 from xformer.cli.run_options import config_of
 from xformer.cli.train_options import TrainOptions

@@ -22,12 +22,12 @@ def run(args: argparse.Namespace) -> int:
     """Compile what is not stored; print how much that was, the seconds, and the folder."""
     start = time.perf_counter()
     backends.get("numba")  # raises if numba is missing
-    from xformer.backends.numba import compiled, warm_up
+    from xformer.backends.numba import jit, warm_up
 
-    before = compiled.counts["compiled"]
+    before = jit.counts["compiled"]
     for compilation in each(warm_up.compilations(), "compiling", "kernels"):
         compilation()
-    n, folder = compiled.counts["compiled"] - before, compiled.folder()
+    n, folder = jit.counts["compiled"] - before, jit.folder()
     if n == 0:
         print(f"nothing to compile: the machine code of all kernels is in {folder}")
     else:

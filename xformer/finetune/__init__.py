@@ -17,19 +17,19 @@ from xformer.base.lazy import later
 if TYPE_CHECKING:
     from xformer.finetune import lora as lora
     from xformer.finetune import peft as peft
-    from xformer.finetune.base import Task as Task
+    from xformer.finetune.classifier_head import is_classifier as is_classifier
+    from xformer.finetune.classifier_head import labels_in as labels_in
+    from xformer.finetune.classifier_head import with_classifier as with_classifier
     from xformer.finetune.contrastive import contrastive_loss as contrastive_loss
     from xformer.finetune.data import Record as Record
     from xformer.finetune.data import read as read
     from xformer.finetune.data import split as split
-    from xformer.finetune.heads import is_classifier as is_classifier
-    from xformer.finetune.heads import labels_in as labels_in
-    from xformer.finetune.heads import with_classifier as with_classifier
     from xformer.finetune.loop import evaluate as evaluate
     from xformer.finetune.loop import run as run
     from xformer.finetune.loop import train as train
     from xformer.finetune.measures import measure as measure
     from xformer.finetune.saving import save as save
+    from xformer.finetune.task import Task as Task
     from xformer.finetune.tasks import TASKS as TASKS
     from xformer.finetune.tasks import examples as examples
     from xformer.finetune.tasks import suited as suited

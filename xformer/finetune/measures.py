@@ -13,12 +13,12 @@ from xformer.backends import Backend
 from xformer.base import tree
 from xformer.base.typing import Array
 from xformer.compiling import Forward
-from xformer.finetune.base import Example, Task
 from xformer.finetune.pairs import Classify
 from xformer.finetune.tagging import TagWords
+from xformer.finetune.task import Example, Task
 from xformer.sentences import labels
 from xformer.training.batch import IGNORED
-from xformer.training.rows import Rows
+from xformer.training.shuffled import Rows
 
 KEPT = 8  # models whose programs are kept
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from xformer.generation import samplers as samplers
     from xformer.generation.beam import Beam as Beam
     from xformer.generation.beam import beam_search as beam_search
+    from xformer.generation.characters import Bytes as Bytes
+    from xformer.generation.characters import Characters as Characters
     from xformer.generation.generate import generate as generate
     from xformer.generation.generate import sample as sample
     from xformer.generation.generate import stream as stream
@@ -25,7 +27,5 @@ if TYPE_CHECKING:
     from xformer.generation.text import decoded as decoded
     from xformer.generation.text import stream_text as stream_text
     from xformer.generation.text import until as until
-    from xformer.generation.vocabulary import Bytes as Bytes
-    from xformer.generation.vocabulary import Characters as Characters
 
 later(__name__)

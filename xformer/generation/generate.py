@@ -11,7 +11,7 @@ from xformer.backends import Backend
 from xformer.base.typing import Array
 from xformer.dispatch.checks import require_sizes
 from xformer.generation import samplers
-from xformer.generation.compiled import CompiledTokens, compiled_tokens
+from xformer.generation.compiled_decoding import CompiledTokens, compiled_tokens
 from xformer.generation.prefix import (
     PrefilledPrompt,
     backend_of_params,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from xformer.dispatch.checks import require_sizes
-from xformer.generation.compiled import CompiledTokens, compiled_tokens
+from xformer.generation.compiled_decoding import CompiledTokens, compiled_tokens
 from xformer.generation.prefix import (
     backend_of_params,
     fitting,

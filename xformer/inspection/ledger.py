@@ -38,7 +38,7 @@ from xformer.models import EncoderDecoder
 from xformer.ops._loss import one
 from xformer.optim import Optimiser
 from xformer.training.batch import Batch
-from xformer.training.compiled import CompiledSteps
+from xformer.training.compiled_step import CompiledSteps
 from xformer.training.config import TrainConfig
 from xformer.training.loop import start, train
 from xformer.training.loss import Loss, loss_of, segment_loss_of

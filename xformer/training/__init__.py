@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from xformer.base.lazy import later
 
 if TYPE_CHECKING:
-    from xformer.generation.vocabulary import Bytes as Bytes
-    from xformer.generation.vocabulary import Characters as Characters
+    from xformer.generation.characters import Bytes as Bytes
+    from xformer.generation.characters import Characters as Characters
     from xformer.training.batch import Batch as Batch
     from xformer.training.batch import Source as Source
     from xformer.training.checkpoint import CheckpointError as CheckpointError
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from xformer.training.pairs import Pairs as Pairs
     from xformer.training.prepare import load_corpus as load_corpus
     from xformer.training.prepare import prepare as prepare
-    from xformer.training.rows import Rows as Rows
     from xformer.training.run import Run as Run
+    from xformer.training.shuffled import Rows as Rows
     from xformer.training.state import State as State
     from xformer.training.state import read_state as read_state
     from xformer.training.state import write_state as write_state

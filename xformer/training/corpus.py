@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.generation.vocabulary import Bytes
+from xformer.generation.characters import Bytes
 from xformer.training.texts import Progress, Texts
 from xformer.training.vocabulary import Vocabulary
 

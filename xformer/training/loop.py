@@ -27,7 +27,7 @@ from xformer.optim import LossScale, Optimiser, Schedule
 from xformer.optim.accumulate import shares, weighted
 from xformer.optim.loss_scale import Scaled
 from xformer.training.batch import Batch, as_batch
-from xformer.training.compiled import CompiledSteps, Reduce, why_not_compiled
+from xformer.training.compiled_step import CompiledSteps, Reduce, why_not_compiled
 from xformer.training.config import TrainConfig
 from xformer.training.diverged import Diverged, is_finite, quiet, require_sound
 from xformer.training.loss import ArrayLoss, Loss, SegmentLoss

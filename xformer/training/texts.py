@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from xformer.pretrained.foreign import elsewhere
 from xformer.training.lines import fields, holds_json, lines, require_file
-from xformer.training.pieces import beginning, boundary, decoded
+from xformer.training.text_reader import beginning, boundary, decoded
 
 Progress = Callable[[str, int, int], Any]  # (name of the work, done, total), in bytes
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.generation.vocabulary import VOCABULARY
+from xformer.generation.characters import VOCABULARY
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, read_json
 from xformer.training.corpus import DTYPES, HEADER, Corpus, CorpusError

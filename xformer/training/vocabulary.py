@@ -12,8 +12,8 @@ import numpy as np
 
 from xformer.base.choices import did_you_mean
 from xformer.dispatch.checks import whole
+from xformer.generation.characters import FORMAT, VOCABULARY, Bytes, Characters
 from xformer.generation.text import Codec
-from xformer.generation.vocabulary import FORMAT, VOCABULARY, Bytes, Characters
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, read_json
 from xformer.pretrained.tokenizer import Tokenizer, tokenizer

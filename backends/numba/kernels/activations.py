@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2, inlined
+from xformer.backends.numba.jit import LOG2_E, elementwise, exp2, inlined
 from xformer.backends.numba.kernels.layout import dense, record, recorded
 from xformer.backends.numba.program.declared import declared
 from xformer.backends.numba.program.native import LINE

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba.atomic import floats
-from xformer.backends.numba.compiled import elementwise, inlined, rowwise
+from xformer.backends.numba.jit import elementwise, inlined, rowwise
 from xformer.backends.numba.kernels.layout import fresh_in, in_order, order_of
 from xformer.backends.numba.program.copies import astype
 from xformer.backends.numba.program.native import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.flash_rows import copy
+from xformer.backends.numba.jit import rowwise
 from xformer.backends.numba.kernels.layout import record, unrecordable
 from xformer.backends.numba.program.copies import contiguous
 from xformer.backends.numba.program.declared import declared

@@ -8,7 +8,7 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends.numba import philox
-from xformer.backends.numba.compiled import elementwise
+from xformer.backends.numba.jit import elementwise
 from xformer.backends.numba.kernels.layout import record, recorded
 from xformer.backends.numba.program.copies import astype, contiguous
 from xformer.backends.numba.program.declared import declared

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.backends.numba.compiled import elementwise, rowwise
-from xformer.backends.numba.gemm import matmul_unsupported
+from xformer.backends.numba.jit import elementwise, rowwise
 from xformer.backends.numba.kernels import grouped
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
@@ -22,6 +21,7 @@ from xformer.backends.numba.kernels.gemm import Pair
 from xformer.backends.numba.kernels.grouped import Order
 from xformer.backends.numba.kernels.index_add import emit_sums
 from xformer.backends.numba.kernels.layout import record, recorded, unrecordable
+from xformer.backends.numba.matmul import matmul_unsupported
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.copies import contiguous, reshape
 from xformer.backends.numba.program.declared import declared

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.backends.numba.compiled import FEW, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO, copy
-from xformer.backends.numba.gemm import AS_IT_IS, ROW_MAJOR, TRANSPOSED, call
+from xformer.backends.numba.jit import FEW, rowwise
+from xformer.backends.numba.matmul import AS_IT_IS, ROW_MAJOR, TRANSPOSED, call
 from xformer.backends.numba.program.copies import contiguous
 from xformer.backends.numba.program.declared import declared
 from xformer.backends.numba.program.native import (

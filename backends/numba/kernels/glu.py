@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2
+from xformer.backends.numba.jit import LOG2_E, elementwise, exp2
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
     FROM_OUTPUT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xformer.backends.numba.compiled import elementwise
+from xformer.backends.numba.jit import elementwise
 from xformer.backends.numba.kernels.layout import record, recorded
 from xformer.backends.numba.program.declared import declared
 from xformer.backends.numba.program.program import program_of

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels.gemm import (
     Pair,
     PendingSum,
@@ -22,6 +21,7 @@ from xformer.backends.numba.kernels.gemm import (
     sum_rows,
 )
 from xformer.backends.numba.kernels.layout import record, recorded
+from xformer.backends.numba.matmul import matmul_unsupported
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.copies import reshape
 from xformer.backends.numba.program.program import Program, of, program_of

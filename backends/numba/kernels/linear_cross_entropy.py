@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels.gemm import add_bias, matmul_operand, matrix_strides, product
 from xformer.backends.numba.kernels.layout import recorded
 from xformer.backends.numba.kernels.linear import column_sums, rows_of, weight_gradient
@@ -23,6 +22,7 @@ from xformer.backends.numba.kernels.losses import (
     tokens_of,
     weighted_sum,
 )
+from xformer.backends.numba.matmul import matmul_unsupported
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.copies import contiguous, reshape
 from xformer.backends.numba.program.native import (

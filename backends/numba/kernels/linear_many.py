@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels.gemm import emit_sums
 from xformer.backends.numba.kernels.layout import unrecordable
 from xformer.backends.numba.kernels.linear import emit_linear, input_gradient
+from xformer.backends.numba.matmul import matmul_unsupported
 from xformer.backends.numba.program.traced import Traced
 from xformer.base.tree import Frozen, value
 from xformer.base.typing import Array

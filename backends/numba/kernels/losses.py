@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.backends.numba.compiled import LOG2_E, exp2, less, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
+from xformer.backends.numba.jit import LOG2_E, exp2, less, rowwise
 from xformer.backends.numba.kernels.layout import record
 from xformer.backends.numba.program.copies import reshape
 from xformer.backends.numba.program.declared import declared

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels.gemm import Pair, emit_products, matrix_strides, product
+from xformer.backends.numba.matmul import matmul_unsupported
 from xformer.backends.numba.program.copies import contiguous, reshape
 from xformer.backends.numba.program.native import LINE, Native, native, numbers, part, words
 from xformer.backends.numba.tuning import SPEED

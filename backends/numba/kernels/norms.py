@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.compiled import FEW, elementwise
+from xformer.backends.numba.jit import FEW, elementwise
 from xformer.backends.numba.kernels.layout import dense, in_order, order_of
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.copies import contiguous

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.backends.numba.compiled import FEW, rowwise
+from xformer.backends.numba.jit import FEW, rowwise
 from xformer.backends.numba.kernels.layout import in_order, order_of, record, recorded
 from xformer.backends.numba.kernels.norms import GROUP, add, add_to, operands, summed
 from xformer.backends.numba.program.declared import declared

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels import sdpa_flash, sdpa_general, sdpa_one_query
 from xformer.backends.numba.kernels.layout import recorded
 from xformer.backends.numba.kernels.sdpa_operands import Attention, Operands, swap_heads
+from xformer.backends.numba.matmul import matmul_unsupported
 from xformer.backends.numba.program.copies import contiguous
 from xformer.backends.numba.program.native import Kernel, Native
 from xformer.backends.numba.program.program import Program, program_of

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.compiled import LOG2_E, rowwise
 from xformer.backends.numba.flash import attend, attend_backward
 from xformer.backends.numba.flash_rows import LOWEST, ZERO
+from xformer.backends.numba.jit import LOG2_E, rowwise
 from xformer.backends.numba.kernels.sdpa_operands import N_INS, read_call
 from xformer.backends.numba.program.native import float32s, native, part, uint8s, words
 

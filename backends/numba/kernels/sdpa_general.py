@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.compiled import LOG2_E, exp2, rowwise
 from xformer.backends.numba.flash_rows import LOWEST, ONE, ZERO, copy, dot, multiply
-from xformer.backends.numba.gemm import add_product
+from xformer.backends.numba.jit import LOG2_E, exp2, rowwise
 from xformer.backends.numba.kernels.sdpa_operands import N_INS, read_call
 from xformer.backends.numba.kernels.sdpa_row_loops import (
     apply_options,
@@ -25,6 +24,7 @@ from xformer.backends.numba.kernels.sdpa_row_loops import (
     to_exponentials,
     to_probs,
 )
+from xformer.backends.numba.matmul import add_product
 from xformer.backends.numba.program.native import float32s, native, part, words
 
 N_SAVED = 4  # ctx, shift, exp_sum, dctx: inputs of a backward after its `Operands`

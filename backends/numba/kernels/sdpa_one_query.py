@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.compiled import LOG2_E, exp2, rowwise
 from xformer.backends.numba.flash_rows import LOWEST, ONE, ZERO, dot, highest, multiply, powers
+from xformer.backends.numba.jit import LOG2_E, exp2, rowwise
 from xformer.backends.numba.kernels.sdpa_operands import N_INS, read_call
 from xformer.backends.numba.program.native import float32s, native, part, uint8s, words
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from xformer.backends.numba import tile
 from xformer.backends.numba.atomic import strided_floats
-from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.flash import FAR, tile_of
+from xformer.backends.numba.jit import rowwise
 from xformer.backends.numba.program.copies import astype, copied
 from xformer.backends.numba.program.native import (
     SCRATCH,

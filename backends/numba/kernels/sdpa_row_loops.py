@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba import philox
-from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2, inlined, rowwise
 from xformer.backends.numba.flash_rows import LOWEST, ONE, ZERO, highest
+from xformer.backends.numba.jit import LOG2_E, elementwise, exp2, inlined, rowwise
 from xformer.backends.numba.program.native import float32s, uint8s, words
 
 BLOCKS = 16  # blocks of four random words that one call of Philox computes

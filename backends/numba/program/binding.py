@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.jit import rowwise
 from xformer.backends.numba.program.engine import ANYONE, ARGS, CHECK, execute
 from xformer.backends.numba.program.native import NOTHING
 from xformer.backends.numba.program.native import words as words_at

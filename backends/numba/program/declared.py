@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from xformer.backends.numba.compiled import callable_from_c, rowwise
+from xformer.backends.numba.jit import callable_from_c, rowwise
 from xformer.backends.numba.program import native
 from xformer.backends.numba.program.native import KERNELS, SIGNATURE, Kernel, bits
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba.atomic import array_like
-from xformer.backends.numba.compiled import elementwise
+from xformer.backends.numba.jit import elementwise
 from xformer.backends.numba.program.formulas import OF_REALS, loops_of
 from xformer.backends.numba.program.native import (
     Native,

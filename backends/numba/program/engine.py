@@ -24,8 +24,8 @@ import numpy as np
 
 from xformer.backends.numba import tile
 from xformer.backends.numba.atomic import count, give_way, pause, read
-from xformer.backends.numba.compiled import rowwise
-from xformer.backends.numba.gemm import call, sgemm
+from xformer.backends.numba.jit import rowwise
+from xformer.backends.numba.matmul import call, sgemm
 from xformer.backends.numba.registers import USABLE
 from xformer.backends.numba.tuning import GRACE, LONG
 from xformer.backends.numpy.threads import on_every_thread, scratch, single_blas_thread

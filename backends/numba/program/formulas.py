@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from xformer.backends.numba.compiled import elementwise
+from xformer.backends.numba.jit import elementwise
 
 # y = f(x) or f(x, z), of the dtype of x and z. maximum and minimum propagate NaN.
 OF_REALS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.compiled import elementwise
+from xformer.backends.numba.jit import elementwise
 from xformer.backends.numba.program.declared import declared
 from xformer.backends.numba.program.native import (
     NOTHING,

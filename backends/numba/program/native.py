@@ -26,7 +26,7 @@ import numpy as np
 from numba import types
 
 from xformer.backends.numba.atomic import array_at
-from xformer.backends.numba.compiled import callable_from_c, inlined
+from xformer.backends.numba.jit import callable_from_c, inlined
 
 SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
 LINE = 16  # float32 numbers in a cache line; pieces begin at a multiple, so that no two share one

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.jit import rowwise
 from xformer.backends.numba.program.declared import Declared, declared
 from xformer.backends.numba.program.native import Native
 from xformer.backends.numba.program.program import Program

@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 
 from xformer.backends.numba.atomic import strided_at, strided_floats
-from xformer.backends.numba.compiled import elementwise
+from xformer.backends.numba.jit import elementwise
 from xformer.backends.numba.program.elementwise import cut, row
 from xformer.backends.numba.program.formulas import COMPARISONS, FROM_REALS, OF_WHOLES, loops_of
 from xformer.backends.numba.program.native import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xformer.distributed.launcher import launched
-from xformer.distributed.world.base import Alone, World
+from xformer.distributed.world.processes import Alone, World
 
 __all__ = ["Alone", "World", "end_all", "world"]
 

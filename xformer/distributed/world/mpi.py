@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from xformer.base.typing import Array
-from xformer.distributed.world.base import HEAD, World, described, head, on_host
+from xformer.distributed.world.processes import HEAD, World, described, head, on_host
 
 if not MPI.Is_initialized():  # `xformer info` imports it without
     MPI.Init_thread()

@@ -28,7 +28,7 @@ from xformer.base.typing import Array
 from xformer.dispatch.backend import INSTALL_CUDA
 from xformer.distributed.launcher import by_mpi
 from xformer.distributed.world import world as found_world
-from xformer.distributed.world.base import World, described, head, on_host
+from xformer.distributed.world.processes import World, described, head, on_host
 
 INSTALL = (
     "pip install 'xformer-array[nccl]', or for CUDA 12: pip install 'xformer-array[nccl-cu12]'"

@@ -23,7 +23,7 @@ import numpy as np
 
 from xformer.base.typing import Array
 from xformer.dispatch.checks import require_sizes
-from xformer.distributed.world.base import World, on_host
+from xformer.distributed.world.processes import World, on_host
 
 R = TypeVar("R")
 

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.jit import rowwise
 from xformer.backends.numba.tuning import SMALL
 from xformer.backends.numpy import products as numpys
 from xformer.backends.numpy.threads import libraries

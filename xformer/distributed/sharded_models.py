@@ -21,6 +21,7 @@ from xformer.dispatch.grad_callback import Ready
 from xformer.distributed.blocks import parallel_block, require_attention, require_no_inner_dropout
 from xformer.distributed.collectives import join, part
 from xformer.distributed.partition import bounds, own_size, part_of, reduced
+from xformer.distributed.sharded_vocabulary import embedding, parallel_head
 from xformer.distributed.sharding import (
     CUTS,
     LABELS,
@@ -31,7 +32,6 @@ from xformer.distributed.sharding import (
     shard,
     whole,
 )
-from xformer.distributed.vocabulary import embedding, parallel_head
 from xformer.distributed.world import World
 from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
