@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +17,27 @@ if TYPE_CHECKING:
     from xformer.backends.numba.program.program import Program
 
 Shape = tuple[int, ...]
+_KEYS = (int, slice, type(None), type(...))  # of an index that gives a view
+
+
+_met = threading.local()
 
 
 class Unrecorded(TypeError):
     """A function cannot be recorded: it reads a value, or uses a function that is not supported."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        _met.why = why
+
+
+def require_none_caught(fn: Any, *args: Any) -> Any:
+    """Return fn(*args). Unrecorded if one was raised in it that it has caught itself."""
+    _met.why = None
+    result = fn(*args)
+    if _met.why is not None:
+        raise Unrecorded(_met.why)
+    return result
 
 
 class Buffer:
@@ -104,7 +123,7 @@ class Traced:
 
     def __getitem__(self, key: Any) -> Traced:
         keys = key if isinstance(key, tuple) else (key,)
-        if any(isinstance(k, Traced | np.ndarray | list) for k in keys):
+        if not all(type(k) in _KEYS or isinstance(k, np.integer) for k in keys):
             raise Unrecorded("an index that is an array is not recorded; take(x, ids) is")
         if not any(k is Ellipsis for k in keys):
             keys = (*keys, ...)  # without it NumPy would return a scalar, not a view
@@ -164,6 +183,8 @@ class Traced:
         return format(self._value(), spec)
 
     def __repr__(self) -> str:
+        if not _is_of_xformer(sys._getframe(1)):
+            raise Unrecorded("the text of an array is read")
         state = "constant" if self.is_constant else "traced"
         return f"<{state} {self.dtype.name}{list(self.shape)}>"
 
@@ -183,6 +204,11 @@ class TracedNumber(Traced):
 
     def __hash__(self) -> int:
         return hash(self._value())
+
+    def _unknown(self, *args: Any) -> Any:
+        raise Unrecorded("the value of a number is read, which is known only in a run")
+
+    __round__ = __floor__ = __ceil__ = __trunc__ = __complex__ = __divmod__ = __rdivmod__ = _unknown
 
 
 def number(x: Traced) -> TracedNumber:
@@ -241,9 +267,17 @@ def _operator(name: str, *, reverse: bool = False) -> Any:
         is_whole = type(operands[1]) is int and operands[1] >= 0
         if name == "pow" and not any(isinstance(x, float) for x in operands) and not is_whole:
             raise Unrecorded("an int to the power of an int may be a float")
-        return number(fn(*operands))
+        return _computed(getattr(operator, _OPERATORS.get(name, name)), fn, operands)
 
     return method
+
+
+def _computed(compute: Any, fn: Any, operands: Any) -> TracedNumber:
+    """Return fn(*operands), a number. compute: Python's operator, which a run does, too."""
+    result = number(fn(*operands))
+    if result.program is not None:
+        result.program.formulas.append((compute, tuple(operands), result))
+    return result
 
 
 def _in_place(name: str) -> Any:
@@ -264,8 +298,11 @@ def _unary(name: str) -> Any:
     def method(self: Traced) -> Traced:
         from xformer.backends.numba.program import namespace
 
-        result: Traced = getattr(namespace, name)(self)
-        return number(result) if is_number(self) else result
+        fn = getattr(namespace, name)
+        if is_number(self):
+            return _computed(getattr(operator, _OPERATORS.get(name, name)), fn, [self])
+        result: Traced = fn(self)
+        return result
 
     return method
 
@@ -284,6 +321,14 @@ _BINARY = {
     "and": "bitwise_and",
     "or": "bitwise_or",
     "xor": "bitwise_xor",
+}
+# By the array API's name of an operator: that of the module `operator`, where it is another.
+_OPERATORS = {
+    **{"subtract": "sub", "multiply": "mul", "divide": "truediv", "floor_divide": "floordiv"},
+    **{"remainder": "mod", "bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift"},
+    **{"bitwise_and": "and_", "bitwise_or": "or_", "bitwise_xor": "xor", "equal": "eq"},
+    **{"not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt"},
+    **{"greater_equal": "ge", "negative": "neg", "bitwise_invert": "invert"},
 }
 _ARITHMETIC = list(_BINARY.values())[:9]
 _COMPARISONS = {
