@@ -5,9 +5,13 @@ Each function is called several times, and something that it reads changes betwe
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import enum
 import itertools
+import operator
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -158,6 +162,126 @@ def test_what_is_not_read_compiles_nothing_again() -> None:
         held.n_calls = n
         compiled(X)
     assert compiled.explain().count("instructions") == 1
+
+
+class Read:
+    """Whose number is read without naming it."""
+
+    scale: Any = 2.0
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.scale
+
+    def __getitem__(self, i: int) -> Any:
+        return self.scale
+
+    def __float__(self) -> float:
+        return float(self.scale)
+
+    def __get__(self, of: Any, kind: Any) -> Any:
+        return self.scale
+
+
+READ, PLACE, GET = Read(), types.SimpleNamespace(a=2.0), operator.attrgetter("scale")
+CHAINED = collections.ChainMap({"a": 2.0})
+
+
+class Below(Read):
+    held = READ
+
+    @classmethod
+    def times(cls, x: Any) -> Any:
+        return x * cls.scale
+
+
+def own(x: Any) -> Any:
+    return x * own.scale  # type: ignore[attr-defined]
+
+
+INDIRECT: dict[str, Callable[..., Any]] = {
+    "called": lambda x: READ(x),
+    "in a list": lambda x, of=(READ,): of[0](x),
+    "item": lambda x: x * READ[0],
+    "operator": lambda x: x * float(READ),
+    "descriptor": lambda x: x * Below().held,
+    "getattr": lambda x: x * getattr(READ, "sca" + "le"),
+    "vars": lambda x: x * vars(READ)["scale"],
+    "attrgetter": lambda x: x * GET(READ),
+    "namespace": lambda x: x * PLACE.a,
+    "mapping": lambda x: x * CHAINED["a"],
+    "class": Below.times,
+    "class by name": lambda x: Below.times(x),
+    "function": own,
+    "globals": lambda x: x * globals()["PLACE"].a,
+    "eval": lambda x: x * eval("PLACE.a + 1"),
+}
+
+
+@pytest.mark.parametrize("name", INDIRECT)
+def test_what_is_read_without_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls() -> Iterator[tuple[Any, ...]]:
+        for value in (2.0, 3.0):
+            for holder in (READ, Read, own):
+                monkeypatch.setattr(holder, "scale", value, raising=False)
+            monkeypatch.setattr(PLACE, "a", value)
+            monkeypatch.setitem(CHAINED, "a", value)
+            yield (X,)
+
+    require_same(INDIRECT[name], calls(), "anything" if name in ("globals", "eval") else "")
+
+
+def caught(x: Any) -> Any:
+    try:
+        return x * float(x[0, 0])
+    except Exception:
+        return x
+
+
+def rounded(x: Any, n: float = 1.6) -> Any:
+    with contextlib.suppress(TypeError):
+        return x * round(n)
+    return x
+
+
+IN_SILENCE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "a caught error": (caught, ()),
+    "a suppressed error": (rounded, (2.6,)),
+    "repr": (lambda x: (x, repr(x)), ()),
+    "the text of a list": (lambda x, n: (x, f"{[n]}"), (2.0,)),
+    "an index True": (lambda x: x[True], ()),
+    "a tuple as an index": (lambda x: x[:, (2, 0)], ()),
+    "a range as an index": (lambda x: x[range(2)], ()),
+    "type": (lambda x, n: x * (2 if type(n) in (int, bool) else 3), (2,)),
+    "a large product": (lambda x, n: x + n * n, (2**40,)),
+    "a large shift": (lambda x, n: x + (n << 3), (2**61,)),
+    "a sum beyond int64": (lambda x, n: x + (n + 1), (2**63 - 1,)),
+    "a complex root": (lambda x, n: x * abs(n**0.5), (-4.0,)),
+}
+
+
+@pytest.mark.parametrize("name", IN_SILENCE)
+def test_nothing_is_recorded_in_silence(name: str) -> None:
+    """The function itself, with one warning, where a recording would give something else."""
+    fn, more = IN_SILENCE[name]
+    says = "isinstance" if name == "type" else "not recorded"
+    require_same(fn, iter([(X, *more), (X + 1, *more)]), says)
+
+
+@pytest.mark.parametrize(
+    ("fn", "error"),
+    [
+        (lambda x, n: x * (1 / n), ZeroDivisionError),
+        (lambda x, n: x + 7 % n, ZeroDivisionError),
+        (lambda x, n: x * 10.0 ** (400 - 390 * n), OverflowError),
+    ],
+)
+def test_errors_of_numbers_come_out(fn: Callable[..., Any], error: type[Exception]) -> None:
+    """Also in a later call than the first."""
+    compiled = xf.compile(fn)
+    require_equal(compiled(X, 1), fn(X, 1))
+    with pytest.raises(error):
+        compiled(X, 0)
+    require_equal(compiled(X, 1), fn(X, 1))
 
 
 @only(*LIBRARIES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import sys
 import time
@@ -208,34 +209,51 @@ def test_wrong_arguments(opened: tuple[Any, Any, Any], tmp_path: Path) -> None:
         embed(*decoder, own, TEXTS, pooling="pooler")
 
 
-@pytest.mark.parametrize("call", ["embed", "classify", "rank", "tag"])
-def test_weights_that_are_not_finite_are_named(tmp_path: Path, call: str) -> None:
+CALLS = ("embed", "classify", "rank", "tag")
+
+
+def loaded_for(call: str, folder: Path) -> tuple[Any, Any]:
+    """A model that `call` takes, and its parameters."""
     head = {
         "embed": {"architectures": ["BertModel"]},
         "classify": {"architectures": ["BertForSequenceClassification"]},
         "rank": {"architectures": ["BertForSequenceClassification"], "num_labels": 1},
         "tag": {"architectures": ["BertForTokenClassification"]},
     }[call]
-    write_model(tmp_path, BERT | head)
-    model, params = pretrained.load(tmp_path)
+    return pretrained.load(write_model(folder, BERT | head))
+
+
+def run(call: str, model: Any, params: Any, folder: Path, texts: list[str]) -> None:
+    query = ("hello",) if call == "rank" else ()
+    getattr(sentences, call)(model, params, tokenizer(folder), *query, texts)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])  # NumPy has warnings for infinity
+@pytest.mark.parametrize("call", CALLS)
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, call: str, number: float) -> None:
+    model, params = loaded_for(call, tmp_path)
     leaves = tree.flatten(params)
     name = "stack.blocks.1.ffn.up.w"
-    params = tree.unflatten(params, leaves | {name: leaves[name] * np.float32("nan")})
-    texts = ["hello", "hello lo"]
+    params = tree.unflatten(params, leaves | {name: np.full_like(leaves[name], number)})
     message = f"^text 2: what the model computes is not finite, because its parameter {name} is not"
     with pytest.raises(ValueError, match=message):
-        if call == "rank":
-            sentences.rank(model, params, tokenizer(tmp_path), "hello", texts)
-        else:
-            getattr(sentences, call)(model, params, tokenizer(tmp_path), texts)
+        run(call, model, params, tmp_path, ["hello", "hello lo"])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_weights_of_zeros_are_an_error(tmp_path: Path, call: str) -> None:
+    model, params = loaded_for(call, tmp_path)
+    with pytest.raises(ValueError, match=r"^the model's embeddings of tokens are zero; are its w"):
+        run(call, model, tree.map(np.zeros_like, params), tmp_path, ["hello"])
 
 
 def test_vectors_of_zeros_are_no_embeddings(opened: tuple[Any, Any, Any]) -> None:
     model, params, own = opened
+    zeros = tree.map(np.zeros_like, params)._replace(embed=params.embed)
     with pytest.raises(
         ValueError, match=r"embed: the vector of text . is zero; are the weights of"
     ):
-        embed(model, tree.map(np.zeros_like, params), own, TEXTS)
+        embed(model, zeros, own, TEXTS)
 
 
 def test_frozen_parameters(opened: tuple[Any, Any, Any]) -> None:

@@ -177,6 +177,12 @@ def test_settings_of_a_ranker_are_kept() -> None:
 # ---- What is refused ----
 
 
+def test_a_missing_field_beside_a_label() -> None:
+    Path("a.csv").write_text("query,text,label\na,b,1\n")
+    with pytest.raises(ValueError, match=r"lacks 'document', it has 'query', 'text', 'label'$"):
+        finetune.read("a.csv", finetune.TASKS["rank"].fields)
+
+
 @pytest.mark.parametrize("score", [-0.1, 1.5, "good", None, True, float("nan"), [1]])
 def test_scores_that_are_none(score: Any) -> None:
     path = Path("a.jsonl")

@@ -7,12 +7,14 @@ another one only if types and values are equal, and every object has one, or `Un
 from __future__ import annotations
 
 import dataclasses
+import dis
 import enum
 import functools
+import operator
 import sys
 import types
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from array_api_compat import is_array_api_obj, is_numpy_array
@@ -28,6 +30,12 @@ _WHOLE = (
     *(types.WrapperDescriptorType, types.ClassMethodDescriptorType),
     type(_PAIR.field),
 )
+# Methods that no operator calls on an object that is there already.
+_MAKES = {"__init__", "__new__", "__post_init__", "__setattr__", "__delattr__", "__del__"}
+_BY_NAME = {"getattr", "hasattr", "vars", "__dict__", "attrgetter"}  # read attributes of any name
+_COMPARES = {"IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR", "BINARY_OP"}
+_ANY = {"globals", "locals", "eval", "exec"}  # may read anything
+_GETTERS = (operator.attrgetter, operator.methodcaller)
 
 
 class Unkeyed(TypeError):
@@ -122,7 +130,10 @@ class _Walk:
         if hasattr(x, "__wrapped__") and self.names is not None:  # `xf.compile`, `functools.cache`
             return Same(x), self.of(x.__wrapped__)
         if isinstance(x, type) and self.names is not None and not _is_library(x.__module__):
-            return Same(x), self._named(vars(x))
+            bases = [self.of(base) for base in x.__mro__[1:] if not _is_library(base.__module__)]
+            return Same(x), tuple(bases), self._named(vars(x))
+        if isinstance(x, _GETTERS) and self.names is not None:
+            self.names.update(".".join(filter(_is_name, x.__reduce__()[1])).split("."))
         if isinstance(x, types.ModuleType) and self.names is not None:
             return Same(x), () if _is_library(x.__name__) else self._named(vars(x))
         if isinstance(x, property):
@@ -144,6 +155,10 @@ class _Walk:
 
     def _of_library(self, x: Any, kind: type) -> Any:
         """The key of an object of a library in a closure. Its attributes are its own business."""
+        if isinstance(x, Mapping):
+            return kind, tuple((self.of(name), self.of(part)) for name, part in x.items())
+        if hasattr(x, "__dict__") and not callable(x) and self.names is not None:
+            return Same(x), self._named(vars(x))
         if callable(x) or hasattr(x, "__dict__") or _compares_values(kind):
             return Same(x)
         raise Unkeyed(f"it reads an object of type {kind.__name__}, whose state may change")
@@ -167,10 +182,13 @@ class _Walk:
         raise Unkeyed(f"an object of type {kind.__name__}, whose state may change")
 
     def _named(self, attributes: Any) -> tuple[Any, ...]:
-        """Keys of the attributes that functions name."""
+        """Keys of the attributes that functions name, and of methods for operators."""
         assert self.names is not None
-        found = sorted(self.names & attributes.keys())
-        return tuple((name, self.of(attributes[name])) for name in found)
+        found = self.names & attributes.keys()
+        found.update(x for x in attributes if x[:2] == "__" and _is_operator(x, attributes[x]))
+        if not self.names.isdisjoint(_BY_NAME):
+            found.update(name for name in attributes if not name.startswith("__"))
+        return tuple((name, self.of(attributes[name])) for name in sorted(found))
 
     def called(self, fn: Any) -> Any:
         """The key of a function that is called: of what it reads."""
@@ -188,13 +206,15 @@ class _Walk:
         if self.names is None:  # an argument: all that itself names
             return Reads(fn, host_values=False).key()
         self.n += 1
-        codes = list(_codes(fn.__code__))
-        names = dict.fromkeys(name for code in codes for name in code.co_names)
+        names, why = _read_by(Same(fn.__code__))
+        if why is not None and not _is_library(fn.__module__):
+            raise Unkeyed(why)
         self.names.update(names)
         values = [fn.__globals__[name] for name in names if name in fn.__globals__]
         cells = [_content(cell) for cell in fn.__closure__ or ()]
+        values += [sys.modules[name] for name in names if name in sys.modules]
         outside = [fn.__defaults__, fn.__kwdefaults__, *values, *cells]
-        return Same(fn.__code__), tuple(map(self.of, outside))
+        return Same(fn.__code__), tuple(map(self.of, outside)), self._named(vars(fn))
 
 
 def _compares_values(kind: Any) -> bool:
@@ -213,6 +233,46 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for x in code.co_consts:
         if isinstance(x, types.CodeType):
             yield from _codes(x)
+
+
+@functools.lru_cache(maxsize=MOST)
+def _read_by(code: Same) -> tuple[dict[str, None], str | None]:
+    """Names in a function's code and texts that may be names; why it has no key, or None."""
+    codes = list(_codes(code.thing))
+    names = (name for each in codes for name in each.co_names)
+    texts = (text for each in codes for text in each.co_consts if _is_name(text))
+    loaded = {x.argval for each in codes for x in dis.get_instructions(each) if _loads(x)}
+    why = next((f"it calls {name}, which may read anything" for name in _ANY & loaded), None)
+    if any(map(_compares_types, codes)):
+        why = "it compares type(x), which is another type while compiling: use isinstance"
+    return dict.fromkeys([*names, *texts]), why
+
+
+def _is_name(x: Any) -> bool:
+    return isinstance(x, str) and x.isidentifier()
+
+
+def _loads(x: dis.Instruction) -> bool:
+    """Whether an instruction reads a global or a builtin."""
+    return x.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+
+
+def _compares_types(code: types.CodeType) -> bool:
+    """Whether code compares what `type(x)` returns, within the same expression."""
+    found = [(x.opname, x.argval) for x in dis.get_instructions(code) if x.opname != "CACHE"]
+    for i in (i for i, x in enumerate(found) if x == ("LOAD_GLOBAL", "type")):
+        called = next((j for j in range(i, len(found)) if found[j][0] == "CALL"), i)
+        for name, _ in found[called + 1 : called + 6]:
+            if name in _COMPARES:
+                return True
+            if name.startswith(("CALL", "STORE", "RETURN", "POP_JUMP")):
+                break
+    return False
+
+
+def _is_operator(name: str, method: Any) -> bool:
+    """Whether Python calls a class's method of this name for an operator or a builtin function."""
+    return isinstance(method, types.FunctionType) and name not in _MAKES
 
 
 def _content(cell: Any) -> Any:

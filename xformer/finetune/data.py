@@ -154,9 +154,10 @@ def _rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 def _fields(data: Any, names: Sequence[str]) -> dict[str, Any]:
     """The named fields of an object. ValueError for a missing or an empty one."""
-    if SCORE in names and isinstance(data, dict) and SCORE not in data and LABEL in data:
-        data = data | {SCORE: data[LABEL]}
-    found = named(data, names)
+    by_label = SCORE in names and isinstance(data, dict) and SCORE not in data and LABEL in data
+    found = named(data, [LABEL if by_label and name == SCORE else name for name in names])
+    if by_label:
+        found[SCORE] = found.pop(LABEL)
     for name in LISTS:
         if name in names and (not isinstance(found[name], list) or not found[name]):
             raise ValueError(f"{name} must be a list that is not empty, got {found[name]!r:.60}")

@@ -161,10 +161,12 @@ def outputs(
     limit: the most tokens of a text
     in_order: the texts of each of the `GROUPS` come before the texts of the next one
 
-    ValueError for an output that is not finite.
+    ValueError for an output that is not finite, and for a model whose embeddings are zero.
     """
     table = value(params.embed.table)
     backend = replace(backends.backend_of(table), device=device(table))
+    if not any(backend.to_numpy(rows).any() for rows in (table[:8, :], table)):
+        raise ValueError("the model's embeddings of tokens are zero; are its weights zeros?")
     lengths = [len(ids) for ids in fields[0]]
     if records(params):
         lengths = [max(n, min(bucket(n), limit)) for n in lengths]
@@ -172,7 +174,7 @@ def outputs(
         (tokens, *more), mask = _padded(
             [[field[i] for i in numbers] for field in fields], lengths[numbers[0]]
         )
-        with backend.active():
+        with backend.active(), np.errstate(all="ignore"):  # the check below says it once
             arrays = map(backend.asarray, (tokens, mask, *more))
             rows = backend.to_numpy(forward(params, *arrays))
         if not np.isfinite(rows).all():

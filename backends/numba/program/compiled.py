@@ -17,7 +17,12 @@ from xformer.backends import results
 from xformer.backends.numba.program import timing
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, gap_free
-from xformer.backends.numba.program.traced import Traced, TracedNumber, Unrecorded
+from xformer.backends.numba.program.traced import (
+    Traced,
+    TracedNumber,
+    Unrecorded,
+    require_none_caught,
+)
 from xformer.backends.numpy.threads import n_threads
 from xformer.base import tree
 from xformer.base.keys import exact
@@ -66,6 +71,7 @@ class Compiled:
             kind, inputs = self._read(arguments)
             if kind not in self.refused:
                 program, like = self._program(kind, arguments, inputs)
+                program.require_numbers(inputs)
         except Refused:
             raise
         except Exception as error:
@@ -175,7 +181,7 @@ class Compiled:
         def on_inputs(*traced: Traced) -> list[Traced]:
             remaining = iter(traced)
             args = tree.map(lambda x: next(remaining) if _is_input(x) else x, list(arguments))
-            result = self.fn(*args)
+            result = require_none_caught(self.fn, *args)
             if (why := results.refusal(result, {id(tree.value(x)) for _, x in leaves})) is not None:
                 raise Unrecorded(why)
             new = list(map(tree.value, tree.parts(result)[0]))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
 
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.traced import (
     Traced,
+    TracedNumber,
     Unrecorded,
     is_number,
     is_of_xformer,
@@ -29,9 +31,17 @@ def _operator(name: str, *, reverse: bool = False) -> Any:
         is_whole = type(operands[1]) is int and operands[1] >= 0
         if name == "pow" and not any(isinstance(x, float) for x in operands) and not is_whole:
             raise Unrecorded("an int to the power of an int may be a float")
-        return number(fn(*operands))
+        return _computed(getattr(operator, _OPERATORS.get(name, name)), fn, operands)
 
     return method
+
+
+def _computed(compute: Any, fn: Any, operands: Any) -> TracedNumber:
+    """Return fn(*operands), a number. compute: Python's operator, which a run does, too."""
+    result = number(fn(*operands))
+    if result.program is not None:
+        result.program.formulas.append((compute, tuple(operands), result))
+    return result
 
 
 def _in_place(name: str) -> Any:
@@ -50,8 +60,11 @@ def _unary(name: str) -> Any:
     """Return a method for a unary operator: the namespace's function `name`."""
 
     def method(self: Traced) -> Traced:
-        result: Traced = getattr(namespace, name)(self)
-        return number(result) if is_number(self) else result
+        fn = getattr(namespace, name)
+        if is_number(self):
+            return _computed(getattr(operator, _OPERATORS.get(name, name)), fn, [self])
+        result: Traced = fn(self)
+        return result
 
     return method
 
@@ -70,6 +83,14 @@ _BINARY = {
     "and": "bitwise_and",
     "or": "bitwise_or",
     "xor": "bitwise_xor",
+}
+# By the array API's name of an operator: that of the module `operator`, where it is another.
+_OPERATORS = {
+    **{"subtract": "sub", "multiply": "mul", "divide": "truediv", "floor_divide": "floordiv"},
+    **{"remainder": "mod", "bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift"},
+    **{"bitwise_and": "and_", "bitwise_or": "or_", "bitwise_xor": "xor", "equal": "eq"},
+    **{"not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt"},
+    **{"greater_equal": "ge", "negative": "neg", "bitwise_invert": "invert"},
 }
 _ARITHMETIC = list(_BINARY.values())[:9]
 _COMPARISONS = {

@@ -60,6 +60,8 @@ class Program:
         self.threads = threads
         self.code: list[Instruction] = []
         self.inputs: list[Traced] = []
+        # What is computed of numbers alone: Python's operator, its operands, the result.
+        self.formulas: list[tuple[Callable[..., Any], tuple[Any, ...], Traced]] = []
 
     def input(self, name: str, shape: Shape, dtype: Any, strides: Shape) -> Traced:
         """Declare an input: an array that the caller passes to each run."""

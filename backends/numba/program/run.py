@@ -24,7 +24,7 @@ from xformer.backends.numba.program.copies import copied
 from xformer.backends.numba.program.donate import are_alike, placed_in, require_apart, written_over
 from xformer.backends.numba.program.plan import plan
 from xformer.backends.numba.program.program import Instruction, Program
-from xformer.backends.numba.program.traced import Traced
+from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy.threads import scratch
 from xformer.dispatch import observed
 
@@ -76,7 +76,8 @@ class Recorded:
         # next round of a run reads the results of the round before.
         self.repeats_in_place = [self._input_of.get(i) for i in range(len(donated))] == self.donated
         self.code = written_over(code, [(results[i], inputs[j]) for i, j in self._input_of.items()])
-        self.results = results
+        self.results, self._formulas = results, program.formulas
+        self._numbers = [(i, inputs[i].buffer) for i in numbers]
         if shares:  # a result that is an input is returned as the input's array
             self._input_of |= {
                 i: j
@@ -119,6 +120,22 @@ class Recorded:
         """Raise ValueError if an array has another layout than recorded."""
         if [layout_of(x) for x in arrays] != self.layouts:
             raise ValueError("a program got arrays of other layouts than it was recorded for")
+
+    def require_numbers(self, arrays: Sequence[Any]) -> None:
+        """Raise Unrecorded where Python computes another number than the program, or an error.
+
+        Its ints have any size, its quotients by 0 are errors, and roots may be complex.
+        """
+        if not self._formulas:
+            return
+        values: dict[Any, Any] = {buffer: arrays[i].item() for i, buffer in self._numbers}
+        for compute, operands, result in self._formulas:
+            args = [values[x.buffer] if isinstance(x, Traced) else x for x in operands]
+            value = values[result.buffer] = compute(*args)
+            if type(value) is not result.__class__ or (
+                type(value) is int and not -(2**63) <= value < 2**63
+            ):
+                raise Unrecorded("numbers give one that int64 and float64 do not have")
 
     def memory(self, arrays: Sequence[Any]) -> Memory:
         """Return the memory of a run. ValueError if a donated array overlaps another array."""

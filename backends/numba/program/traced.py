@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +19,27 @@ if TYPE_CHECKING:
     from xformer.backends.numba.program.program import Program
 
 Shape = tuple[int, ...]
+_KEYS = (int, slice, type(None), type(...))  # of an index that gives a view
+
+
+_met = threading.local()
 
 
 class Unrecorded(TypeError):
     """A function cannot be recorded: it reads a value, or uses a function that is not supported."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        _met.why = why
+
+
+def require_none_caught(fn: Any, *args: Any) -> Any:
+    """Return fn(*args). Unrecorded if one was raised in it that it has caught itself."""
+    _met.why = None
+    result = fn(*args)
+    if _met.why is not None:
+        raise Unrecorded(_met.why)
+    return result
 
 
 class Buffer:
@@ -102,7 +120,7 @@ class Traced:
 
     def __getitem__(self, key: Any) -> Traced:
         keys = key if isinstance(key, tuple) else (key,)
-        if any(isinstance(k, Traced | np.ndarray | list) for k in keys):
+        if not all(type(k) in _KEYS or isinstance(k, np.integer) for k in keys):
             raise Unrecorded("an index that is an array is not recorded; take(x, ids) is")
         if not any(k is Ellipsis for k in keys):
             keys = (*keys, ...)  # without it NumPy would return a scalar, not a view
@@ -162,6 +180,8 @@ class Traced:
         return format(self._value(), spec)
 
     def __repr__(self) -> str:
+        if not is_of_xformer(sys._getframe(1)):
+            raise Unrecorded("the text of an array is read")
         state = "constant" if self.is_constant else "traced"
         return f"<{state} {self.dtype.name}{list(self.shape)}>"
 
@@ -181,6 +201,11 @@ class TracedNumber(Traced):
 
     def __hash__(self) -> int:
         return hash(self._value())
+
+    def _unknown(self, *args: Any) -> Any:
+        raise Unrecorded("the value of a number is read, which is known only in a run")
+
+    __round__ = __floor__ = __ceil__ = __trunc__ = __complex__ = __divmod__ = __rdivmod__ = _unknown
 
 
 def number(x: Traced) -> TracedNumber:
