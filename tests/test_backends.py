@@ -25,8 +25,8 @@ import xformer as xf
 from xformer import backends, dispatch, finetune, pretrained, training, tree
 from xformer.backends import Backend, Generator, Memory, Unusable
 from xformer.dispatch import library_of
+from xformer.finetune.base_task import Example
 from xformer.finetune.pairs import Classify
-from xformer.finetune.task import Example
 
 ROOT = Path(__file__).parents[1]
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64")

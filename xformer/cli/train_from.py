@@ -15,8 +15,8 @@ from xformer.cli.open_model import vocabulary_of
 from xformer.cli.run_options import dashed
 from xformer.cli.summary import inspected, title
 from xformer.dispatch.checks import whole
+from xformer.finetune.base_task import LONGEST
 from xformer.finetune.saving import TOKENIZER, copy_beside
-from xformer.finetune.task import LONGEST
 from xformer.generation.characters import VOCABULARY
 from xformer.inspection.summary import context
 from xformer.models import LanguageModel, LMHead

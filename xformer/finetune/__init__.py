@@ -17,6 +17,7 @@ from xformer.base.lazy import later
 if TYPE_CHECKING:
     from xformer.finetune import lora as lora
     from xformer.finetune import peft as peft
+    from xformer.finetune.base_task import Task as Task
     from xformer.finetune.classifier_head import is_classifier as is_classifier
     from xformer.finetune.classifier_head import labels_in as labels_in
     from xformer.finetune.classifier_head import with_classifier as with_classifier
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from xformer.finetune.loop import train as train
     from xformer.finetune.measures import measure as measure
     from xformer.finetune.saving import save as save
-    from xformer.finetune.task import Task as Task
     from xformer.finetune.tasks import TASKS as TASKS
     from xformer.finetune.tasks import examples as examples
     from xformer.finetune.tasks import suited as suited

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.finetune.task import Example, Task, embed_of, require
+from xformer.finetune.base_task import Example, Task, embed_of, require
 from xformer.models import LanguageModel, LMHead, MaskedLMHead
 from xformer.training.batch import IGNORED, Batch
 

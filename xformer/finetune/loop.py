@@ -14,10 +14,10 @@ from xformer.base import tree
 from xformer.base.files import remove_parts
 from xformer.distributed.world import World
 from xformer.finetune import lora
+from xformer.finetune.base_task import Example, Task
 from xformer.finetune.measures import measure
 from xformer.finetune.pairs import Contrastive
 from xformer.finetune.saving import save
-from xformer.finetune.task import Example, Task
 from xformer.optim import Optimiser
 from xformer.sentences.settings import settings_files
 from xformer.training import Batch, Rows, Run, State, Step, TrainConfig

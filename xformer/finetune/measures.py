@@ -13,9 +13,9 @@ from xformer.backends import Backend
 from xformer.base import tree
 from xformer.base.typing import Array
 from xformer.compiling import Forward
+from xformer.finetune.base_task import Example, Task
 from xformer.finetune.pairs import Classify
 from xformer.finetune.tagging import TagWords
-from xformer.finetune.task import Example, Task
 from xformer.sentences import labels
 from xformer.training.batch import IGNORED
 from xformer.training.shuffled import Rows

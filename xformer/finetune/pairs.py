@@ -10,9 +10,9 @@ import numpy as np
 
 from xformer import ops
 from xformer.base.typing import Array
+from xformer.finetune.base_task import Example, Task, require
 from xformer.finetune.classifier_head import is_classifier
 from xformer.finetune.contrastive import contrastive_loss
-from xformer.finetune.task import Example, Task, require
 from xformer.generation.settings import start_of
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.sentences import labels

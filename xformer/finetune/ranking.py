@@ -15,10 +15,10 @@ from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch.checks import require_gradient
 from xformer.dispatch.grad_callback import Ready
+from xformer.finetune.base_task import Example, Task, require
 from xformer.finetune.classifier_head import is_classifier
 from xformer.finetune.data import SCORE
 from xformer.finetune.pairs import labelled_batch, pair_example
-from xformer.finetune.task import Example, Task, require
 from xformer.ops._loss import one
 from xformer.training.batch import Batch
 

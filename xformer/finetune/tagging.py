@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from xformer.finetune.base_task import Example, Task, require
 from xformer.finetune.classifier_head import is_classifier
 from xformer.finetune.pairs import class_number
-from xformer.finetune.task import Example, Task, require
 from xformer.pretrained.tokenizer import Encoding
 from xformer.sentences import labels
 from xformer.training.batch import IGNORED

@@ -13,12 +13,12 @@ from typing import Any
 
 from xformer import pretrained
 from xformer.base.choices import require_one_of
+from xformer.finetune.base_task import LONGEST, Example, Task
 from xformer.finetune.data import LABEL, SCORE, Record, first_fields
 from xformer.finetune.language import Causal, Completion, Masked
 from xformer.finetune.pairs import Classify, ClassifyPairs, Contrastive, Seq2Seq
 from xformer.finetune.ranking import Rank
 from xformer.finetune.tagging import TagWords
-from xformer.finetune.task import LONGEST, Example, Task
 from xformer.inspection.summary import max_positions
 from xformer.pretrained.files import CONFIG
 from xformer.pretrained.foreign import require_model
