@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -77,6 +78,18 @@ def test_the_formula_of_every_op_is_set() -> None:
     assert len(begins) > 30
     bare = [name for name, text in begins.items() if not set_in_tex(text, {"alpha", "lse"})]
     assert bare == ["index_add"]  # a program of two lines
+
+
+@pytest.mark.parametrize("page", ["CHANGELOG", "benchmarks/results/one/two", "docs/install"])
+def test_the_search_leaves_out_changes_and_results(page: str) -> None:
+    kept = ("CHILDREN", "NO_SEARCH", "complete")
+    conf = ast.parse(pages.text_of("docs/conf.py"))
+    conf.body = [n for n in conf.body if any(name in ast.unparse(n)[:20] for name in kept)]
+    names: dict[str, Any] = {"Sphinx": object, "repository": ""}
+    exec(compile(conf, "conf.py", "exec"), names)
+    source = ["text"]
+    names["complete"](None, page, source)
+    assert ("no-search: true" in source[0]) is (page != "docs/install")
 
 
 def test_install_names_every_extra() -> None:
