@@ -164,7 +164,7 @@ def rope_by_window(
     full, sliding: the key of the base outside the parameters, and the family's default
     scaled: of `rope_by_type`
     """
-    names, thetas = ({FULL: f, SLIDING: s} for f, s in zip(full, sliding, strict=True))
+    names, thetas = {FULL: full[0], SLIDING: sliding[0]}, {FULL: full[1], SLIDING: sliding[1]}
     width = config.attn.head_width
     ropes = rope_by_type(c, width=width, max_len=max_len, thetas=thetas, names=names, scaled=scaled)
     return tuple(ropes[FULL if size is None else SLIDING] for size in sizes)
