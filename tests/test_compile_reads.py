@@ -227,7 +227,7 @@ def test_what_is_read_without_its_name(name: str, monkeypatch: pytest.MonkeyPatc
             monkeypatch.setitem(CHAINED, "a", value)
             yield (X,)
 
-    require_same(INDIRECT[name], calls(), "anything" if name in ("globals", "eval") else "")
+    require_same(INDIRECT[name], calls(), "it reads what" if name in ("globals", "eval") else "")
 
 
 def caught(x: Any) -> Any:
@@ -251,7 +251,7 @@ IN_SILENCE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "an index True": (lambda x: x[True], ()),
     "a tuple as an index": (lambda x: x[:, (2, 0)], ()),
     "a range as an index": (lambda x: x[range(2)], ()),
-    "type": (lambda x, n: x * (2 if type(n) in (int, bool) else 3), (2,)),
+    "type": (lambda x, n: x * (2 if type(n).__name__ == "int" else 3), (2,)),
     "a large product": (lambda x, n: x + n * n, (2**40,)),
     "a large shift": (lambda x, n: x + (n << 3), (2**61,)),
     "a sum beyond int64": (lambda x, n: x + (n + 1), (2**63 - 1,)),
@@ -263,7 +263,7 @@ IN_SILENCE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 def test_nothing_is_recorded_in_silence(name: str) -> None:
     """The function itself, with one warning, where a recording would give something else."""
     fn, more = IN_SILENCE[name]
-    says = "isinstance" if name == "type" else "not recorded"
+    says = "it reads what `type` returns" if name == "type" else "not recorded"
     require_same(fn, iter([(X, *more), (X + 1, *more)]), says)
 
 
@@ -454,7 +454,7 @@ def test_contexts(library: Backend, name: str) -> None:
 
     def fn(x: Any) -> Any:
         y, cache = ops.gelu(x)
-        see(f"{type(cache).__name__} {xf.explain(ops.gelu, x)}")
+        see(f"{cache.__class__.__name__} {xf.explain(ops.gelu, x)}")
         return y
 
     compiled = xf.compile(fn)

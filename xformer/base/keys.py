@@ -33,8 +33,8 @@ _WHOLE = (
 # Methods that no operator calls on an object that is there already.
 _MAKES = {"__init__", "__new__", "__post_init__", "__setattr__", "__delattr__", "__del__"}
 _BY_NAME = {"getattr", "hasattr", "vars", "__dict__", "attrgetter"}  # read attributes of any name
-_COMPARES = {"IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR", "BINARY_OP"}
-_ANY = {"globals", "locals", "eval", "exec"}  # may read anything
+# What reads anything, and the type of an argument, which is another one while recording.
+_UNKNOWN = {"globals", "locals", "eval", "exec", "type"}
 _GETTERS = (operator.attrgetter, operator.methodcaller)
 
 
@@ -242,9 +242,7 @@ def _read_by(code: Same) -> tuple[dict[str, None], str | None]:
     names = (name for each in codes for name in each.co_names)
     texts = (text for each in codes for text in each.co_consts if _is_name(text))
     loaded = {x.argval for each in codes for x in dis.get_instructions(each) if _loads(x)}
-    why = next((f"it calls {name}, which may read anything" for name in _ANY & loaded), None)
-    if any(map(_compares_types, codes)):
-        why = "it compares type(x), which is another type while compiling: use isinstance"
+    why = next((f"it reads what `{name}` returns" for name in _UNKNOWN & loaded), None)
     return dict.fromkeys([*names, *texts]), why
 
 
@@ -255,19 +253,6 @@ def _is_name(x: Any) -> bool:
 def _loads(x: dis.Instruction) -> bool:
     """Whether an instruction reads a global or a builtin."""
     return x.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-
-
-def _compares_types(code: types.CodeType) -> bool:
-    """Whether code compares what `type(x)` returns, within the same expression."""
-    found = [(x.opname, x.argval) for x in dis.get_instructions(code) if x.opname != "CACHE"]
-    for i in (i for i, x in enumerate(found) if x == ("LOAD_GLOBAL", "type")):
-        called = next((j for j in range(i, len(found)) if found[j][0] == "CALL"), i)
-        for name, _ in found[called + 1 : called + 6]:
-            if name in _COMPARES:
-                return True
-            if name.startswith(("CALL", "STORE", "RETURN", "POP_JUMP")):
-                break
-    return False
 
 
 def _is_operator(name: str, method: Any) -> bool:
