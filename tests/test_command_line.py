@@ -209,7 +209,7 @@ def test_what_cannot_fit_is_refused_at_once(
     monkeypatch.chdir(tmp_path)
     model = GPT(256, 1, 64, 2, 64, positions="none")
     training.save(tmp_path / "run", model, model.init(0), backends.get("numpy"))
-    monkeypatch.setattr("xformer.cli.train_job.load_corpus", None)  # no text is read
+    monkeypatch.setattr("xformer.training.load_corpus", None)  # no text is read
     before = sorted(tmp_path.iterdir())
     assert main(argv.split()) == 1
     err = capsys.readouterr().err

@@ -116,8 +116,8 @@ def test_a_text_is_one_of_its_choices(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [[1], [1, 2, 3], "12", {"0": 1}, [1] * 20_000])
 def test_a_list_has_its_length(value: Any) -> None:
-    with refuses("sizes must be a list of 2 integers, got "):
-        config(sizes=value).integers("sizes", length=2)
+    with refuses("sizes must be a list of 2 numbers, got "):
+        config(sizes=value).numbers("sizes", length=2)
 
 
 @pytest.mark.parametrize("value", [[1, "2"], [1, True], [1, [2]], [1, 2.0], [1, None]])
