@@ -284,6 +284,18 @@ def test_errors_of_numbers_come_out(fn: Callable[..., Any], error: type[Exceptio
     require_equal(compiled(X, 1), fn(X, 1))
 
 
+def test_a_learning_rate_is_checked_in_each_call() -> None:
+    def step(params: Any, lr: float) -> Any:
+        return xf.optim.sgd(params, params, xf.optim.sgd_init(params), lr=lr)[0]
+
+    compiled = xf.compile(step)
+    require_equal(compiled(X, 0.1), step(X, 0.1))
+    for lr in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="sgd: lr must"):
+            compiled(X, lr)
+    require_equal(compiled(X, 0.2), step(X, 0.2))
+
+
 @only(*LIBRARIES)
 @pytest.mark.parametrize("with_op", [False, True])
 def test_arrays_of_a_closure(library: Backend, with_op: bool) -> None:

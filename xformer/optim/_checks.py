@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -103,11 +104,17 @@ def require_state(op: str, state: Any, kind: type) -> None:
 
 
 def learning_rate(op: str, lr: Any) -> Any:
-    """lr as a float of at least 0. An array () is returned as it is: `jax.jit` may trace it."""
+    """lr as a float of at least 0. An array () is returned as it is: `jax.jit` may trace it.
+
+    A number that a program is recorded for is checked in each run.
+    """
+    check = partial(finite, op, "lr", low=0)
     if not issubclass(type(lr), Real) and is_array_api_obj(lr) and lr.shape == ():
         require_array(op, "lr", lr, "a number")
+        if (check_in_runs := getattr(lr, "check_in_runs", None)) is not None:
+            check_in_runs(check)
         return lr
-    return finite(op, "lr", lr, low=0)
+    return float(check(lr))
 
 
 def in_dtype(value: Any, p: Array) -> Any:

@@ -60,8 +60,9 @@ class Program:
         self.threads = threads
         self.code: list[Instruction] = []
         self.inputs: list[Traced] = []
-        # What is computed of numbers alone: Python's operator, its operands, the result.
-        self.formulas: list[tuple[Callable[..., Any], tuple[Any, ...], Traced]] = []
+        # What is computed of numbers alone: Python's operator, its operands, the result; None: it
+        # is a check.
+        self.formulas: list[tuple[Callable[..., Any], tuple[Any, ...], Traced | None]] = []
 
     def input(self, name: str, shape: Shape, dtype: Any, strides: Shape) -> Traced:
         """Declare an input: an array that the caller passes to each run."""

@@ -124,14 +124,18 @@ class Recorded:
     def require_numbers(self, arrays: Sequence[Any]) -> None:
         """Raise Unrecorded where Python computes another number than the program, or an error.
 
-        Its ints have any size, its quotients by 0 are errors, and roots may be complex.
+        Its ints have any size, its quotients by 0 are errors, and roots may be complex. Checks of
+        numbers raise their own errors.
         """
         if not self._formulas:
             return
         values: dict[Any, Any] = {buffer: arrays[i].item() for i, buffer in self._numbers}
         for compute, operands, result in self._formulas:
             args = [values[x.buffer] if isinstance(x, Traced) else x for x in operands]
-            value = values[result.buffer] = compute(*args)
+            value = compute(*args)
+            if result is None:
+                continue
+            values[result.buffer] = value
             if type(value) is not result.__class__ or (
                 type(value) is int and not -(2**63) <= value < 2**63
             ):

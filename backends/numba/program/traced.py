@@ -205,6 +205,11 @@ class TracedNumber(Traced):
     def _unknown(self, *args: Any) -> Any:
         raise Unrecorded("the value of a number is read, which is known only in a run")
 
+    def check_in_runs(self, check: Any) -> None:
+        """Call check(value) before each run; its errors are those of the call."""
+        if self.program is not None:
+            self.program.formulas.append((check, (self,), None))
+
     __round__ = __floor__ = __ceil__ = __trunc__ = __complex__ = __divmod__ = __rdivmod__ = _unknown
 
 
