@@ -255,6 +255,8 @@ IN_SILENCE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "a large product": (lambda x, n: x + n * n, (2**40,)),
     "a large shift": (lambda x, n: x + (n << 3), (2**61,)),
     "a sum beyond int64": (lambda x, n: x + (n + 1), (2**63 - 1,)),
+    "an int beside a float": (lambda x, n, f: x * (2 if n == f else 3), (2**53 + 1, 2.0**53)),
+    "a power of booleans": (lambda x: (x > 0) ** 2, ()),
     "a complex root": (lambda x, n: x * abs(n**0.5), (-4.0,)),
 }
 

@@ -24,6 +24,8 @@ def _operator(name: str, *, reverse: bool = False) -> Any:
         fn = getattr(namespace, name)
         operands = (other, self) if reverse else (self, other)
         if not all(map(is_number, operands)):
+            if name == "pow" and getattr(self.dtype, "kind", "") == "b":
+                raise Unrecorded("a power of booleans is an int8 in NumPy")
             result: Traced = fn(*operands)
             return result
         if name in _ARITHMETIC and all(isinstance(x, bool) for x in operands):

@@ -136,9 +136,9 @@ class Recorded:
             if result is None:
                 continue
             values[result.buffer] = value
-            if type(value) is not result.__class__ or (
-                type(value) is int and not -(2**63) <= value < 2**63
-            ):
+            ints = [x for x in (value, *args) if type(x) is int]
+            most = 2**63 - 1 if len(ints) > len(args) else 2**53  # as float64, or beside one
+            if type(value) is not result.__class__ or any(abs(x) > most for x in ints):
                 raise Unrecorded("numbers give one that int64 and float64 do not have")
 
     def memory(self, arrays: Sequence[Any]) -> Memory:
