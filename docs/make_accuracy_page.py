@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from xformer.cli.gradcheck_digits import worst
 from xformer.proofs.catalogue import Case, cases
 from xformer.proofs.digits import CONSTANTS, accuracy
 
@@ -38,8 +37,10 @@ def rows(chosen: Iterable[Case]) -> Iterator[tuple[str, ...]]:
     for case in chosen:
         groups.setdefault(case.subject, []).append(case)
     for subject, group in groups.items():
-        agreed, errors = worst([accuracy(case, DIGITS) for case in group])
-        shown = (f"{error:.1e}" if error else "0" for error in errors)
+        found = [accuracy(case, DIGITS) for case in group]
+        columns = zip(*((*each.reference, *each.kernels) for each in found), strict=True)
+        shown = (f"{error:.1e}" if error else "0" for error in map(max, columns))
+        agreed = min(each.agreed for each in found)
         yield f"`{subject}`", str(agreed), *shown, CONSTANTS.get(subject, "")
 
 

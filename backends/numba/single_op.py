@@ -121,6 +121,8 @@ class Saved(NamedTuple):
     # list, so that it is no node of a model's cache beside this one.
     kept: list[Any]
 
+    backward_with = None  # the kept cache's takes arrays of a program
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kept[0], name)
 

@@ -162,6 +162,7 @@ def _editable(kind: Any) -> Any:
 
     body: dict[str, Any] = {name: of_instance(name) for name in METHODS if hasattr(kind, name)}
     body |= {"_replace": replace, "__reduce__": reduce, "methods": {}, "edited": False}
+    body["backward_with"] = None  # a norm's, which would pass by an edited backward
     body |= {"__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), body)
 
