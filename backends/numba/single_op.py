@@ -121,9 +121,9 @@ class Saved(NamedTuple):
     # list, so that it is no node of a model's cache beside this one.
     kept: list[Any]
 
-    backward_with = None  # the kept cache's takes arrays of a program
-
     def __getattr__(self, name: str) -> Any:
+        if name == "backward_with":  # the kept cache's takes arrays of a program
+            raise AttributeError(name)
         return getattr(self.kept[0], name)
 
     def backward(self, *dys: Any, ready: Ready | None = None) -> Any:
