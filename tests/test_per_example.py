@@ -16,7 +16,7 @@ from xformer import backends, ops, tree
 from xformer.backends import Backend
 from xformer.hooks import PerExample, per_example_rules
 from xformer.hooks.per_example_array import Summands
-from xformer.layers import EmbedConfig, ExpertsConfig
+from xformer.layers import EmbedConfig, ExpertsConfig, NormConfig
 from xformer.models import LanguageModel
 from xformer.proofs.catalogue import Case, cases
 
@@ -295,6 +295,21 @@ def test_on_every_library(library: Backend) -> None:
     clipped = flat(found.clipped(0.1))
     for name, ours in flat(wanted.clipped(0.1)).items():
         assert np.abs(library.to_numpy(clipped[name]) - ours).max() <= 1e-5, name
+
+
+@only("cuda_shim")
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_norms_whose_kernel_adds_a_gradient(library: Backend, norm: str) -> None:
+    """The gradient of the residual sum, which a norm's backward can add in the same kernel."""
+    model = xf.GPT(17, 2, 16, 2, 8)
+    model = replace(model, blocks=tuple(replace(b, norm=NormConfig(norm)) for b in model.blocks))
+    params = model.init(seed=0, dtype="float32")
+    there = tree.map(library.asarray, params)
+    with xf.unfused():
+        wanted = xf.per_example(model.loss(params, TOKENS, TARGETS)[1])
+        _, cache = model.loss(there, library.asarray(TOKENS), library.asarray(TARGETS))
+        norms = library.to_numpy(xf.per_example(cache).squared_norms)
+    assert norms == pytest.approx(wanted.squared_norms, rel=1e-4)
 
 
 @pytest.mark.parametrize("kernels", ["numpy", "numba"])

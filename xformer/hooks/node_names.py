@@ -148,6 +148,13 @@ def _editable(kind: Any) -> Any:
 
         return functools.wraps(getattr(kind, name))(method)
 
+    def backward_with(self: Any, dy: Any, ds: Any) -> Any:
+        """The backward of a norm, with ds added to dx. Its own backward is this with ds = None."""
+        if ds is None or "backward" not in self.methods:
+            return kind.backward_with(self, dy, ds)
+        dx, *others = self.backward(dy)
+        return ds + dx, *others
+
     def replace(self: Any, **parts: Any) -> Any:
         new = kind._replace(self, **parts)
         new.methods, new.edited = self.methods, self.edited
@@ -162,7 +169,8 @@ def _editable(kind: Any) -> Any:
 
     body: dict[str, Any] = {name: of_instance(name) for name in METHODS if hasattr(kind, name)}
     body |= {"_replace": replace, "__reduce__": reduce, "methods": {}, "edited": False}
-    body["backward_with"] = None  # a norm's, which would pass by an edited backward
+    if hasattr(kind, "backward_with"):
+        body["backward_with"] = backward_with
     body |= {"__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), body)
 
