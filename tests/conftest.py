@@ -187,10 +187,10 @@ def stand_in(library: Backend) -> Backend:
 @pytest.fixture
 def launched(library: Backend, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any]]:
     """Names, grids and arguments of the CUDA kernels that are launched."""
-    from xformer.backends.cupy.module import library_of
+    from xformer.backends.cupy.module import driver_of
 
     seen: list[tuple[str, Any, Any]] = []
-    module = library_of(type(library.asarray([1.0])))
+    module = driver_of(type(library.asarray([1.0])))
     launch = module.launch
 
     def noted(

@@ -20,7 +20,7 @@ from devices import array_type, is_stand_in
 
 from xformer.backends import Backend
 from xformer.backends.cupy import cublaslt, cudnn, sdpa_cudnn
-from xformer.backends.cupy.module import library_of
+from xformer.backends.cupy.module import driver_of
 
 LEFT_OUT = "the test leaves it out"
 
@@ -79,7 +79,7 @@ def calling_cublaslt(library: Backend, lacks: Sequence[int] = ()) -> AbstractCon
     """Products are cuBLASLt's. lacks: epilogues for which it says that it has no algorithm."""
     if is_stand_in(library):
         return cuda_shim.calling(cuda_shim.CublasLt(lacks))
-    why = library_of(array_type(library)).CUBLASLT.library()
+    why = driver_of(array_type(library)).CUBLASLT.library()
     if isinstance(why, str):
         pytest.skip(why)
     return _watched_lt(lacks)
@@ -156,7 +156,7 @@ def calling_cudnn(library: Backend) -> AbstractContextManager[Any]:
     """Attention is cuDNN's, where it takes it."""
     if is_stand_in(library):
         return cuda_shim.calling_cudnn(cuda_shim.Cudnn())
-    why = library_of(array_type(library)).CUDNN.library()
+    why = driver_of(array_type(library)).CUDNN.library()
     if isinstance(why, str):
         pytest.skip(why)
     return _watched_cudnn()
@@ -191,8 +191,8 @@ def _left_out(library: Backend, name: str) -> AbstractContextManager[None]:
 @contextmanager
 def _missing(name: str, arrays: type) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        runtime = getattr(library_of(arrays), name)
-        patch.setattr(library_of(arrays), name, runtime._replace(library=lambda: LEFT_OUT))
+        runtime = getattr(driver_of(arrays), name)
+        patch.setattr(driver_of(arrays), name, runtime._replace(library=lambda: LEFT_OUT))
         yield
 
 
@@ -210,7 +210,7 @@ def counted_graphs(library: Backend) -> Iterator[list[Any]]:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch, calling_cublaslt(library):
-        patch.setattr(library_of(array_type(library)), "Graph", noted)
+        patch.setattr(driver_of(array_type(library)), "Graph", noted)
         yield made
 
 

@@ -46,7 +46,7 @@ from benchmarks.contestants import CUDNN, DETERMINISTIC, GRAPH, JITTED, OURS_ON_
 from benchmarks.harness import ROOT, Disagreement, OutOfMemory
 from xformer import backends, dispatch, tree
 from xformer.backends.cupy import activation, linear_cross_entropy
-from xformer.backends.cupy.module import LIBRARIES
+from xformer.backends.cupy.module import DRIVERS
 from xformer.dispatch.backend import Memory
 from xformer.ops import gelu
 
@@ -147,13 +147,13 @@ def test_every_kernel_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = Path(xformer.backends.cupy.__file__).parent
     sources = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.cu"))
     launched: set[str] = set()
-    launch = LIBRARIES[cuda_shim.Array].launch
+    launch = DRIVERS[cuda_shim.Array].launch
 
     def noted(source: Any, name: str, *rest: Any) -> None:
         launched.add(name)
         launch(source, name, *rest)
 
-    monkeypatch.setattr(LIBRARIES[cuda_shim.Array], "launch", noted)
+    monkeypatch.setattr(DRIVERS[cuda_shim.Array], "launch", noted)
     status, found = run(tmp_path, *only("kernels"))
     assert status == 0
     names = re.findall(r"__global__[^;{(]*void\s+(?:__\w+\([^)]*\)\s+)?(\w+)\(", sources)

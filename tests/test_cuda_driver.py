@@ -225,7 +225,7 @@ def test_where_products_go(tmp_path: Path) -> None:
     """cuBLASLt is given CuPy's current device and stream, its switch of TF32, and its memory."""
     code = """
 from xformer.backends.cupy import driver
-from xformer.backends.cupy.module import library_of
+from xformer.backends.cupy.module import driver_of
 linalg = types.ModuleType("cupy._core._routines_linalg")
 linalg.COMPUTE_TYPE_TF32, kind = 7, [7]
 linalg.get_compute_type = lambda dtype: kind[0]
@@ -237,7 +237,7 @@ cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=90)
 cuda.alloc = lambda size: ("of the pool", size)
 class Mine(ndarray):
     pass
-own = library_of(Mine).CUBLASLT
+own = driver_of(Mine).CUBLASLT
 print(*own.stream_of([ndarray("f4")]), own.allocate(5))
 kind[0], current[0] = 1, 1
 print(*own.stream_of([ndarray("f4", 1)]))

@@ -25,7 +25,7 @@ from xformer.backends import Backend
 from xformer.backends.cupy import captured as on_cupy
 from xformer.backends.cupy import cublaslt
 from xformer.backends.cupy import cudnn as by_cudnn
-from xformer.backends.cupy.module import library_of
+from xformer.backends.cupy.module import driver_of
 from xformer.dispatch import inference
 from xformer.training import loss_of
 
@@ -327,7 +327,7 @@ def made(library: Backend, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         plan.append(Graph(plan[0]))
         return plan[-1]
 
-    monkeypatch.setattr(library_of(of), "Graph", noted)
+    monkeypatch.setattr(driver_of(of), "Graph", noted)
     return plan
 
 

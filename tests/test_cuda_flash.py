@@ -21,7 +21,7 @@ from stored import DTYPES, Host, in_both, normal, on, require_exact
 from xformer import RandomKey, explain, ops
 from xformer.backends import Backend
 from xformer.backends.cupy.flash import TILES
-from xformer.backends.cupy.module import LIBRARIES, Source
+from xformer.backends.cupy.module import DRIVERS, Source
 from xformer.layers.attention import merge_heads, split_heads
 
 pytestmark = only(*ON_DEVICE)
@@ -182,7 +182,7 @@ def test_mistakes_show(
     stand_in: Backend, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str
 ) -> None:
     """Each is a fault, or makes numbers that are wrong."""
-    launch = LIBRARIES[cuda_shim.Array].launch
+    launch = DRIVERS[cuda_shim.Array].launch
     planted = []
 
     def with_mistake(source: Source, name: str, *rest: Any) -> None:
@@ -194,7 +194,7 @@ def test_mistakes_show(
             source.path = source.path.with_name(f"mistake-{abs(hash(wrong))}.cu")
         launch(source, name, *rest)
 
-    monkeypatch.setattr(LIBRARIES[cuda_shim.Array], "launch", with_mistake)
+    monkeypatch.setattr(DRIVERS[cuda_shim.Array], "launch", with_mistake)
     with pytest.raises((Fault, AssertionError)):
         require(stand_in, "bfloat16", *inputs((35, 140)))
     assert planted[0]

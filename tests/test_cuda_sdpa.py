@@ -18,7 +18,7 @@ from xformer import RandomKey, explain, ops
 from xformer.backends import Backend
 from xformer.backends.cupy import sdpa as kernel
 from xformer.backends.cupy.attention import packed
-from xformer.backends.cupy.module import LIBRARIES
+from xformer.backends.cupy.module import DRIVERS
 from xformer.layers.attention import merge_heads
 
 pytestmark = only(*ON_DEVICE)
@@ -306,7 +306,7 @@ def test_tiles_that_no_block_sees_are_not_read(
     """Keys before the first window, from 150 on; queries before 160, the first to see one."""
     given = on_device(stand_in, inputs(length, heads=(1, 1)), "float64")
     hidden = [given[n].data.ptr for n in names]
-    launch, ran = LIBRARIES[cuda_shim.Array].launch, []
+    launch, ran = DRIVERS[cuda_shim.Array].launch, []
 
     def part(arg: Any) -> Any:
         is_hidden = isinstance(arg, cuda_shim.Array) and arg.data.ptr in hidden
@@ -320,7 +320,7 @@ def test_tiles_that_no_block_sees_are_not_read(
             ran.append(name)
         launch(source, name, like, grid, block, args, *rest)
 
-    monkeypatch.setattr(LIBRARIES[cuda_shim.Array], "launch", noted)
+    monkeypatch.setattr(DRIVERS[cuda_shim.Array], "launch", noted)
     results(kernel.sdpa, given, window=window)
     assert tuple(ran) == kernels
 

@@ -20,7 +20,7 @@ from libraries import ON_DEVICE, only
 import xformer
 from xformer import backends, optim, tree
 from xformer.backends import Backend
-from xformer.backends.cupy.module import library_of
+from xformer.backends.cupy.module import driver_of
 from xformer.cli import main
 from xformer.cli import train as train_command
 from xformer.dispatch.shapes import STORED
@@ -101,13 +101,13 @@ def test_what_is_stored_in_it(
     """All weights and activations; losses and gradients of parameters are float32."""
     kinds: dict[str, set[str]] = {}
     arrays = array_type(library)
-    launch = library_of(arrays).launch
+    launch = driver_of(arrays).launch
 
     def noted(source: Any, name: str, like: Any, *rest: Any) -> None:
         kinds.setdefault(name, set()).add(like.dtype.name)
         launch(source, name, like, *rest)
 
-    monkeypatch.setattr(library_of(arrays), "launch", noted)
+    monkeypatch.setattr(driver_of(arrays), "launch", noted)
     model = MODELS[name]
     params = tree.map(library.asarray, model.init(0))
     weights = library.cast_params(params, precision)

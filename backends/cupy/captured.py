@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from xformer.backends.cupy.constant import Constants, keeping
-from xformer.backends.cupy.module import library_of
+from xformer.backends.cupy.module import driver_of
 from xformer.backends.cupy.runtimes import holding
 from xformer.base import tree
 from xformer.base.namespace import array_namespace
@@ -120,7 +120,7 @@ class Captured:
             self.say("an array is in the state twice; steps are made call by call")
             return self._step(self._state, self._inputs)
         arrays = *self._state.values(), *self._inputs.values()
-        self._graph = library_of(next(type(x) for x in arrays if is_of_device(x))).Graph()
+        self._graph = driver_of(next(type(x) for x in arrays if is_of_device(x))).Graph()
         try:
             with self._graph.apart():
                 return self._state, self._run()

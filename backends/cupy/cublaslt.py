@@ -32,7 +32,7 @@ from xformer.backends.cupy.lt_plan import (
     matrix,
     planned,
 )
-from xformer.backends.cupy.module import contiguous, library_of
+from xformer.backends.cupy.module import contiguous, driver_of
 from xformer.backends.cupy.packed import distance
 from xformer.backends.cupy.products import product_into
 from xformer.backends.cupy.runtimes import Lent, MatmulStream, Runtime, failed
@@ -81,7 +81,7 @@ ZERO, ONE = (_FACTORS[i:].ctypes.data for i in range(2))
 
 def runtime_of(like: Array) -> Runtime:
     """Return what the library of an array provides for cuBLASLt."""
-    runtime: Runtime = library_of(type(like)).CUBLASLT
+    runtime: Runtime = driver_of(type(like)).CUBLASLT
     return runtime
 
 

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from xformer.backends.cupy.cudnn_plan import Kind, Plan, Q, planned
-from xformer.backends.cupy.module import library_of
+from xformer.backends.cupy.module import driver_of
 from xformer.backends.cupy.runtimes import AttentionStream, Lent, Runtime, failed, hold
 from xformer.base.typing import Array
 
@@ -33,7 +33,7 @@ INSTEAD = "such attention is left to another kernel from now on"
 
 def runtime_of(like: Array) -> Runtime:
     """Return what the library of an array provides for cuDNN."""
-    runtime: Runtime = library_of(type(like)).CUDNN
+    runtime: Runtime = driver_of(type(like)).CUDNN
     return runtime
 
 

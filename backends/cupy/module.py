@@ -3,7 +3,7 @@
     SOURCE = Source(__file__, WIDE=(0, 1))  # softmax.cu beside softmax.py
     launch(SOURCE, "softmax_forward", x, grid=(rows,), block=(128,), args=(x, y, width), WIDE=1)
 
-The type of the arrays selects the launcher (`library_of`). CuPy's is in `driver`; the tests have
+The type of the arrays selects the launcher (`driver_of`). CuPy's is in `driver`; the tests have
 one that runs the same source on the CPU. So neither this module nor the kernels' Python imports
 CuPy.
 docs/cuda-kernels.md explains how to write and test a kernel.
@@ -29,7 +29,7 @@ MAX_THREADS = 256  # of a block that works on one row
 
 # Type of the arrays -> what has the names of `driver` that kernels use: launch, empty, Graph,
 # CUBLASLT and CUDNN. Of CuPy's arrays it is `driver` itself; tests have another one.
-LIBRARIES: dict[type, Any] = {}
+DRIVERS: dict[type, Any] = {}
 
 
 class Source:
@@ -112,22 +112,22 @@ def launch(
     """
     if 0 in grid:
         return
-    library_of(type(like)).launch(source, name, like, grid, block, args, shared, macros)
+    driver_of(type(like)).launch(source, name, like, grid, block, args, shared, macros)
 
 
-def library_of(array_type: type) -> Any:
-    """Return the entry of an array type in `LIBRARIES`; CuPy's is added when it is first needed.
+def driver_of(array_type: type) -> Any:
+    """Return the entry of an array type in `DRIVERS`; CuPy's is added when it is first needed.
 
     Raises TypeError for an array of another library.
     """
-    if array_type not in LIBRARIES:
+    if array_type not in DRIVERS:
         from xformer.backends.cupy import driver
 
         if not issubclass(array_type, driver.ARRAY):
             module = array_type.__module__
             raise TypeError(f"launch: arrays must be CuPy's, got {array_type.__name__} of {module}")
-        LIBRARIES[array_type] = driver
-    return LIBRARIES[array_type]
+        DRIVERS[array_type] = driver
+    return DRIVERS[array_type]
 
 
 # ---- Shared by the kernels' Python ----
@@ -166,7 +166,7 @@ def empty(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) 
     """
     shape = like.shape if shape is None else shape
     dtype = like.dtype if dtype is None else dtype
-    array: Array = library_of(type(like)).empty(shape, dtype=dtype)
+    array: Array = driver_of(type(like)).empty(shape, dtype=dtype)
     return array
 
 

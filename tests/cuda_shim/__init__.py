@@ -25,7 +25,7 @@ from cuda_shim.on_request import calling, calling_cudnn
 from xformer import dispatch
 from xformer.backends.cupy import deterministic
 from xformer.backends.cupy.compiled import Compiled
-from xformer.backends.cupy.module import LIBRARIES  # registers the kernels; imports no CuPy
+from xformer.backends.cupy.module import DRIVERS  # registers the kernels; imports no CuPy
 from xformer.backends.cupy.packed import packed
 from xformer.dispatch.backend import Backend, Unusable
 from xformer.dispatch.shapes import STORED
@@ -85,7 +85,7 @@ def backend(device: str | None = None) -> Backend:
     return ShimBackend(NAME, namespace, DEVICE, ("float32", "float64"), np.__version__)
 
 
-LIBRARIES[Array] = SimpleNamespace(
+DRIVERS[Array] = SimpleNamespace(
     launch=launch,
     empty=namespace.empty,
     Graph=Graph,

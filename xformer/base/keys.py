@@ -212,7 +212,7 @@ class _Walk:
         self.names.update(names)
         values = [fn.__globals__[name] for name in names if name in fn.__globals__]
         cells = [_content(cell) for cell in fn.__closure__ or ()]
-        values += [sys.modules[name] for name in names if name in sys.modules]
+        values += [sys.modules[name] for name in names if name in sys.modules]  # `import` within
         outside = [fn.__defaults__, fn.__kwdefaults__, *values, *cells]
         return Same(fn.__code__), tuple(map(self.of, outside)), self._named(vars(fn))
 
@@ -242,7 +242,7 @@ def _read_by(code: Same) -> tuple[dict[str, None], str | None]:
     names = (name for each in codes for name in each.co_names)
     texts = (text for each in codes for text in each.co_consts if _is_name(text))
     loaded = {x.argval for each in codes for x in dis.get_instructions(each) if _loads(x)}
-    why = next((f"it reads what `{name}` returns" for name in _UNKNOWN & loaded), None)
+    why = next((f"it reads what `{name}` returns" for name in sorted(_UNKNOWN & loaded)), None)
     return dict.fromkeys([*names, *texts]), why
 
 

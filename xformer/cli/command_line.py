@@ -93,9 +93,8 @@ def _run(argv: Sequence[str] | None) -> int:
             file = config_file.use(args)
         with ExitStack() as stack:
             if (backend := getattr(args, "backend", None)) is not None:
-                from xformer.cli.open_model import (
-                    kernels_of,  # after parsing: this import takes long
-                )
+                # After parsing: this import takes long.
+                from xformer.cli.open_model import kernels_of
 
                 stack.enter_context(notes())
                 stack.enter_context(kernels_of(backend))

@@ -34,7 +34,7 @@ from xformer.distributed.world import World
 
 @short
 class CollectiveCache(NamedTuple):
-    """Saved by a collective for backward: its transpose, as y does not depend on other values."""
+    """Saved by a collective for backward: its transpose. A linear map needs no other values."""
 
     transpose: Callable[..., Array]
     world: World

@@ -142,7 +142,7 @@ class CrossEntropyCache(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Vocabulary:
-    """`forward` and `loss` of a head of which each process has a part of the vocabulary."""
+    """`forward` and `loss` of a head whose vocabulary is cut: each process has a part."""
 
     vocab_size: int  # V, of all processes
     world: World
@@ -179,7 +179,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True)
 class ParallelLMHead(_Vocabulary, LMHead):  # type: ignore[misc]
-    """An `LMHead` of which each process has a part of the vocabulary."""
+    """An `LMHead` whose vocabulary is cut."""
 
     def _own_logits(self, x: Array, params: Any, table: Array) -> tuple[Array, Any]:
         logits, cache = super()._own_logits(x, params, table)
@@ -191,7 +191,7 @@ class ParallelLMHead(_Vocabulary, LMHead):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class ParallelMaskedLMHead(_Vocabulary, MaskedLMHead):  # type: ignore[misc]
-    """A `MaskedLMHead` of which each process has a part of the vocabulary."""
+    """A `MaskedLMHead` whose vocabulary is cut."""
 
 
 def parallel_head(head: Any, vocab_size: int, world: World) -> Any:

@@ -135,11 +135,13 @@ def {signature}:
         return code
     *others, last = arrays
     grads = ", ".join(f"d{array}" for array in arrays)
-    what = f"({grads}), in the shapes of {', '.join(others)} and {last}" if others else grads
+    what = f"{grads}, in the shape of {last}"
+    if others:
+        what = f"({grads}), in the shapes of {', '.join(others)} and {last}"
     return f'''{code}
 
 def {name}_backward(dy, saved):
-    """{what if others else f"{grads}, in the shape of {last}"}."""
+    """{what}."""
     raise NotImplementedError  # return {grads}
 '''
 

@@ -15,9 +15,9 @@ from xformer.layers.kv_cache import KVCache
 class RecurrentState(NamedTuple):
     """The state of a recurrent layer after the tokens so far. Empty at first.
 
-    The shapes are those of `gated_delta_net`. Another layer may use `state` alone; the first axis
-    of an array is the batch. The size does not depend on the number of tokens: there are no slots,
-    and a window or padding changes nothing. It has the methods of `KVCache`.
+    The shapes are those of `gated_delta_net`. Another layer may use `state` alone, whose first axis
+    must be the batch. The size does not depend on the number of tokens: there are no slots, and a
+    window or padding changes nothing. It has the methods of `KVCache`.
     """
 
     conv: Array | None = None  # (B, L-1, C), the last inputs of the convolution

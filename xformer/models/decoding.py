@@ -89,14 +89,17 @@ def rotated_for(
 
 def _masks(
     model: LanguageModel, tokens: Array, state: DecodeState, mask: Array | None
-) -> tuple[Array | None, Array | None, Array]:
+) -> tuple[Array | None, Array | None, Array | None]:
     """The new mask of the state, the mask of attention, and the position ids of `tokens`.
 
-    The masks are None without padding; attention is then only causal.
+    The masks are None without padding; attention is then only causal. The ids are None if nothing
+    reads them.
     """
     if not state.is_static:
         new_mask = appended_mask(state.mask, mask, tokens, state.length)
         key_mask = None if new_mask is None else new_mask[:, None, None, :]
+        if model.rotary is None and new_mask is None:
+            return None, None, None  # the embedding counts from the state's length
         return new_mask, key_mask, _position_ids(tokens, new_mask, state.length)
     if mask is not None:
         raise ValueError("decode: a static state has a mask already, got another")

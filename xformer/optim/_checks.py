@@ -108,13 +108,12 @@ def learning_rate(op: str, lr: Any) -> Any:
 
     A number that a program is recorded for is checked in each run.
     """
-    check = partial(finite, op, "lr", low=0)
     if not issubclass(type(lr), Real) and is_array_api_obj(lr) and lr.shape == ():
         require_array(op, "lr", lr, "a number")
         if (check_in_runs := getattr(lr, "check_in_runs", None)) is not None:
-            check_in_runs(check)
+            check_in_runs(partial(finite, op, "lr", low=0))
         return lr
-    return float(check(lr))
+    return finite(op, "lr", lr, low=0)
 
 
 def in_dtype(value: Any, p: Array) -> Any:

@@ -165,6 +165,7 @@ def outputs(
     """
     table = value(params.embed.table)
     backend = replace(backends.backend_of(table), device=device(table))
+    # A few rows answer for most models; a whole table takes long to copy from a device.
     if not any(backend.to_numpy(rows).any() for rows in (table[:8, :], table)):
         raise ValueError("the model's embeddings of tokens are zero; are its weights zeros?")
     lengths = [len(ids) for ids in fields[0]]

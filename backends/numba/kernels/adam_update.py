@@ -23,7 +23,7 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
-from xformer.backends.numba.program.program import of, program_of
+from xformer.backends.numba.program.program import common_program, program_of
 from xformer.backends.numba.program.traced import Traced, constant
 from xformer.base.typing import Array
 from xformer.dispatch import kernel
@@ -57,7 +57,7 @@ def unsupported(
     shapes = [x.shape for x in params]
     if any([x.shape for x in trees] != shapes for trees in (grads, m, v)):
         return "gradients and moments must have the shapes of their parameters"
-    return None if of(leaves) else "all arrays are constants"
+    return None if common_program(leaves) else "all arrays are constants"
 
 
 @kernel(op, "numba.kernels", unsupported=unsupported)

@@ -16,7 +16,7 @@ import numpy as np
 from xformer.backends.numba.program.copies import contiguous, copied
 from xformer.backends.numba.program.declared import Declared
 from xformer.backends.numba.program.native import Native
-from xformer.backends.numba.program.program import InPlace, Program, of, program_of
+from xformer.backends.numba.program.program import InPlace, Program, common_program, program_of
 from xformer.backends.numba.program.traced import Shape, Traced
 from xformer.dispatch import Overridable, kernel
 
@@ -41,7 +41,7 @@ def recorded(
         arrays = [(name, x) for name, x in named if isinstance(x, Traced | np.ndarray)]
         if any(x.dtype != np.float32 for name, x in arrays if name not in INTEGERS):
             return "only float32"
-        return None if of([x for _, x in arrays]) else "all arrays are constants"
+        return None if common_program([x for _, x in arrays]) else "all arrays are constants"
 
     unsupported.__signature__ = inspect.signature(op)  # type: ignore[attr-defined]
     return kernel(op, "numba.kernels", unsupported=unsupported)

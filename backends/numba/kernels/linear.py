@@ -24,7 +24,7 @@ from xformer.backends.numba.kernels.layout import record, recorded
 from xformer.backends.numba.matmul import matmul_unsupported
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.copies import reshape
-from xformer.backends.numba.program.program import Program, of, program_of
+from xformer.backends.numba.program.program import Program, common_program, program_of
 from xformer.base.printing import short
 from xformer.base.typing import Array
 from xformer.dispatch.checks import require_gradient
@@ -76,7 +76,7 @@ class NumbaLinearCache(NamedTuple):
 
     def parameter_gradients(self, dy: Array) -> tuple[Array | None, Array | None]:
         """Return (dw, db). dy: (N, O). dw None: w is not trained; db None: there is no b."""
-        recorder = of([self.x, self.w, dy])
+        recorder = common_program([self.x, self.w, dy])
         if recorder is None:  # x is not saved, and dy is a constant
             return None, namespace.sum(dy, axis=0) if self.has_b else None
         dw = None if self.x is None else weight_gradient(recorder, self.x, self.w, dy)
@@ -87,7 +87,7 @@ def input_gradient(caches: Sequence[NumbaLinearCache], dys: Sequence[Array]) -> 
     """Return dx, the sum of dy w^T over several maps of one x, by one instruction."""
     pairs = [Pair(dy, cache.w.T) for cache, dy in zip(caches, dys, strict=True)]
     shape = dys[0].shape[0], caches[0].w.shape[0]
-    recorder = of([x for pair in pairs for x in pair])
+    recorder = common_program([x for pair in pairs for x in pair])
     if recorder is None:
         dx = functools.reduce(namespace.add, (namespace.matmul(dy, w) for dy, w in pairs))
         return reshape(dx, caches[0].x_shape)

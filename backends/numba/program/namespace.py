@@ -23,7 +23,7 @@ from xformer.backends.numba.program.copies import (
     emit_elementwise,
     reshape,
 )
-from xformer.backends.numba.program.program import of, program_of, require_no_array
+from xformer.backends.numba.program.program import common_program, program_of, require_no_array
 from xformer.backends.numba.program.traced import (
     Traced,
     TracedNumber,
@@ -103,7 +103,7 @@ def _elementwise(name: str) -> Callable[..., Traced]:
             out[...] = fn(*arrays)
 
     def recorded(*arrays: Any) -> Traced:
-        program = of(arrays)
+        program = common_program(arrays)
         with np.errstate(all="ignore"):
             if program is None:
                 return constant(fn(*_layouts(arrays)))
@@ -125,7 +125,7 @@ def _reducing(name: str) -> Callable[..., Traced]:
         x: Traced, /, *, axis: Any = None, keepdims: bool = False, **options: Any
     ) -> Traced:
         options = {"axis": axis, "keepdims": keepdims} | options
-        program = of([x])
+        program = common_program([x])
         if program is None or not x.size:
             return constant(fn(x.layout, **options))
         axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
@@ -171,7 +171,7 @@ def _called(name: str) -> Callable[..., Traced]:
             named.update(zip(names, values[len(indices) :], strict=True))
             return fn(*positional, **named)
 
-        program = of(arrays)
+        program = common_program(arrays)
         if program is None:
             return constant(call(*_layouts(arrays)))
         like = call(*(np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays))
@@ -231,7 +231,7 @@ def asarray(values: Any, /, *, dtype: Any = None, device: Any = None, copy: Any 
 
 def where(condition: Any, x1: Any, x2: Any, /) -> Traced:
     """Return x1 where the condition is True, else x2."""
-    program = of([condition, x1, x2])
+    program = common_program([condition, x1, x2])
     if program is None:
         return constant(xp.where(*_layouts([condition, x1, x2])))
     x1, x2 = _numbers_cast([x1, x2])
@@ -250,7 +250,7 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Traced:
 def concat(arrays: Sequence[Traced], /, *, axis: int | None = 0) -> Traced:
     """Return the arrays joined along an axis; axis None flattens them first."""
     arrays = list(arrays)
-    program = of(arrays)
+    program = common_program(arrays)
     if program is None:
         return constant(xp.concat(_layouts(arrays), axis=axis))
     if axis is None:
@@ -274,7 +274,7 @@ def stack(arrays: Sequence[Traced], /, *, axis: int = 0) -> Traced:
 
 def matmul(x1: Traced, x2: Traced, /) -> Traced:
     """Return x1 @ x2: matmul over the last two axes, broadcast over the other axes."""
-    program = of([x1, x2])
+    program = common_program([x1, x2])
     if program is None:
         return constant(xp.matmul(*_layouts([x1, x2])))
     if x1.ndim < 2 or x2.ndim < 2:
@@ -291,7 +291,7 @@ def matmul(x1: Traced, x2: Traced, /) -> Traced:
 
 def take(x: Traced, ids: Traced, /, *, axis: int | None = None) -> Traced:
     """Return the elements of x at the indices `ids` along an axis."""
-    program = of([x, ids])
+    program = common_program([x, ids])
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
     if program is None:
@@ -308,7 +308,7 @@ def take(x: Traced, ids: Traced, /, *, axis: int | None = None) -> Traced:
 
 def take_along_axis(x: Traced, ids: Traced, /, *, axis: int = -1) -> Traced:
     """Return the elements of each row of x along an axis at the indices in the same row of ids."""
-    program = of([x, ids])
+    program = common_program([x, ids])
     if program is None or axis % x.ndim != x.ndim - 1:
         return _take_along_axis(x, ids, axis=axis)
     out = program.fresh((*x.shape[:-1], *ids.shape[-1:]), x.dtype)

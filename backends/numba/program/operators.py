@@ -17,14 +17,15 @@ from xformer.backends.numba.program.traced import (
 )
 
 
-def _operator(name: str, *, reverse: bool = False) -> Any:
-    """Return a method for a binary operator: the namespace's function `name`."""
+def _operator(short: str, name: str, *, reverse: bool = False) -> Any:
+    """Return the method __short__ or __rshort__: the namespace's function `name`."""
+    compute = getattr(operator, f"__{short}__")
 
     def method(self: Traced, other: Any) -> Traced:
         fn = getattr(namespace, name)
         operands = (other, self) if reverse else (self, other)
         if not all(map(is_number, operands)):
-            if name == "pow" and getattr(self.dtype, "kind", "") == "b":
+            if name == "pow" and self.dtype == bool:
                 raise Unrecorded("a power of booleans is an int8 in NumPy")
             result: Traced = fn(*operands)
             return result
@@ -33,13 +34,13 @@ def _operator(name: str, *, reverse: bool = False) -> Any:
         is_whole = type(operands[1]) is int and operands[1] >= 0
         if name == "pow" and not any(isinstance(x, float) for x in operands) and not is_whole:
             raise Unrecorded("an int to the power of an int may be a float")
-        return _computed(getattr(operator, _OPERATORS.get(name, name)), fn, operands)
+        return _computed(compute, fn, operands)
 
     return method
 
 
 def _computed(compute: Any, fn: Any, operands: Any) -> TracedNumber:
-    """Return fn(*operands), a number. compute: Python's operator, which a run does, too."""
+    """Return fn(*operands), a number. compute: the operator on Python's numbers, for each run."""
     result = number(fn(*operands))
     if result.program is not None:
         result.program.formulas.append((compute, tuple(operands), result))
@@ -58,13 +59,14 @@ def _in_place(name: str) -> Any:
     return method
 
 
-def _unary(name: str) -> Any:
-    """Return a method for a unary operator: the namespace's function `name`."""
+def _unary(short: str, name: str) -> Any:
+    """Return the method __short__: the namespace's function `name`."""
+    compute = getattr(operator, f"__{short}__")
 
     def method(self: Traced) -> Traced:
         fn = getattr(namespace, name)
         if is_number(self):
-            return _computed(getattr(operator, _OPERATORS.get(name, name)), fn, [self])
+            return _computed(compute, fn, [self])
         result: Traced = fn(self)
         return result
 
@@ -86,14 +88,6 @@ _BINARY = {
     "or": "bitwise_or",
     "xor": "bitwise_xor",
 }
-# By the array API's name of an operator: that of the module `operator`, where it is another.
-_OPERATORS = {
-    **{"subtract": "sub", "multiply": "mul", "divide": "truediv", "floor_divide": "floordiv"},
-    **{"remainder": "mod", "bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift"},
-    **{"bitwise_and": "and_", "bitwise_or": "or_", "bitwise_xor": "xor", "equal": "eq"},
-    **{"not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt"},
-    **{"greater_equal": "ge", "negative": "neg", "bitwise_invert": "invert"},
-}
 _ARITHMETIC = list(_BINARY.values())[:9]
 _COMPARISONS = {
     "eq": "equal",
@@ -104,11 +98,11 @@ _COMPARISONS = {
     "ge": "greater_equal",
 }
 for _short, _name in _BINARY.items():
-    setattr(Traced, f"__{_short}__", _operator(_name))
-    setattr(Traced, f"__r{_short}__", _operator(_name, reverse=True))
+    setattr(Traced, f"__{_short}__", _operator(_short, _name))
+    setattr(Traced, f"__r{_short}__", _operator(_short, _name, reverse=True))
     setattr(Traced, f"__i{_short}__", _in_place(f"__{_short}__"))
 for _short, _name in _COMPARISONS.items():
-    setattr(Traced, f"__{_short}__", _operator(_name))
+    setattr(Traced, f"__{_short}__", _operator(_short, _name))
 for _short, _name in {"neg": "negative", "invert": "bitwise_invert", "abs": "abs"}.items():
-    setattr(Traced, f"__{_short}__", _unary(_name))
+    setattr(Traced, f"__{_short}__", _unary(_short, _name))
 Traced.__array_namespace__ = lambda self, api_version=None: namespace  # type: ignore[attr-defined]

@@ -60,8 +60,8 @@ class Program:
         self.threads = threads
         self.code: list[Instruction] = []
         self.inputs: list[Traced] = []
-        # What is computed of numbers alone: Python's operator, its operands, the result; None: it
-        # is a check.
+        # Python's operator, its operands and its result, for what is computed of numbers alone. A
+        # check of a number has no result.
         self.formulas: list[tuple[Callable[..., Any], tuple[Any, ...], Traced | None]] = []
 
     def input(self, name: str, shape: Shape, dtype: Any, strides: Shape) -> Traced:
@@ -125,7 +125,7 @@ class Program:
         return code[::-1]
 
 
-def of(operands: Sequence[Operand]) -> Program | None:
+def common_program(operands: Sequence[Operand]) -> Program | None:
     """Return the program that operations on these operands are recorded in.
 
     It is the program of the `Traced` operands; None if all operands are constants. Unrecorded for
@@ -143,8 +143,8 @@ def of(operands: Sequence[Operand]) -> Program | None:
 
 
 def program_of(*operands: Operand) -> Program:
-    """Return the program as `of`. Unrecorded if all operands are constants."""
-    program = of(operands)
+    """Return the program as `common_program`. Unrecorded if all operands are constants."""
+    program = common_program(operands)
     if program is None:
         raise Unrecorded("a kernel gets constants only, as of an empty batch")
     return program

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 _KEYS = (int, slice, type(None), type(...))  # of an index that gives a view
 
 
-_met = threading.local()
+_met = threading.local()  # `why` of the last Unrecorded on this thread
 
 
 class Unrecorded(TypeError):
@@ -206,7 +206,7 @@ class TracedNumber(Traced):
         raise Unrecorded("the value of a number is read, which is known only in a run")
 
     def check_in_runs(self, check: Any) -> None:
-        """Call check(value) before each run; its errors are those of the call."""
+        """Call check(value) before each run, which raises for a bad value."""
         if self.program is not None:
             self.program.formulas.append((check, (self,), None))
 
