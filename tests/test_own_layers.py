@@ -135,3 +135,10 @@ def test_gradients_of_another_type_are_named() -> None:
 def test_a_list_of_patterns() -> None:
     with pytest.raises(TypeError, match=r"freeze: each pattern must be a string, got \['a'\]"):
         tree.freeze({"a": np.ones(2)}, ["a"])  # type: ignore[arg-type]
+
+
+def test_a_recurrent_state_without_a_convolution() -> None:
+    """Beam search picks rows of it."""
+    state = layers.RecurrentState(state=np.arange(6.0).reshape(3, 2))
+    found = state.rows(np.array([2, 0, 2]))
+    assert found.conv is None and np.array_equal(found.state, [[4, 5], [0, 1], [4, 5]])
