@@ -585,7 +585,7 @@ def test_in_a_folder_that_is_read_only(said: Any, notes: Path) -> None:
     notes.chmod(0o555)
     try:
         if os.access(notes, os.W_OK):
-            pytest.skip("this user may write to any folder")
+            pytest.skip("root may write to a folder that is read-only")
         status, out, err = said("a tree")
     finally:
         notes.chmod(0o755)
