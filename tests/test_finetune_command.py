@@ -539,3 +539,19 @@ def test_the_task_follows_from_the_fields(
     data.write_text(lines)
     (tmp_path / "config.json").write_text(f'{{"architectures": ["{kind}"]}}')
     assert finetune.suited(data, tmp_path) == wanted
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "said"),
+    [
+        ("plain text\n", "BertForSequenceClassification", "classify.*label and text.*has text$"),
+        ('{"text": "a", "class": 1}\n', "BertForSequenceClassification", "has class and text$"),
+        ('{"words": ["a"]}\n', "BertForTokenClassification", "tag.*tags and words.*has words$"),
+    ],
+)
+def test_a_classifier_learns_from_labels(tmp_path: Path, lines: str, kind: str, said: str) -> None:
+    data = tmp_path / ("data.txt" if lines.startswith("plain") else "data.jsonl")
+    data.write_text(lines)
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{kind}"]}}')
+    with pytest.raises(ValueError, match=said):
+        finetune.suited(data, tmp_path)

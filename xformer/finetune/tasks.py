@@ -57,6 +57,8 @@ def suited(data: str | os.PathLike[str], model: str | os.PathLike[str]) -> str:
     It is the first of prefix, classify-pairs, classify, seq2seq, contrastive, tag and rank whose
     fields the record has. Otherwise it is masked for a masked language model, and causal for other
     models.
+
+    ValueError for a classifier, which cannot learn from a record without a label.
     """
     fields = set(first_fields(data))
     fields |= {SCORE} if LABEL in fields else set()
@@ -69,8 +71,14 @@ def suited(data: str | os.PathLike[str], model: str | os.PathLike[str]) -> str:
     kinds = read_json(folder / CONFIG).get("architectures") if folder.is_dir() else []
     if kinds is None:  # then the names of the tensors decide
         kinds = pretrained.inspect(folder)[0].hf_config.get("architectures")
-    is_masked = isinstance(kinds, list) and any("MaskedLM" in str(kind) for kind in kinds)
-    return "masked" if is_masked else "causal"
+    names = " ".join(map(str, kinds)) if isinstance(kinds, list) else ""
+    for end, name in (("ForSequenceClassification", "classify"), ("ForTokenClassification", "tag")):
+        if end in names:
+            wanted, got = (" and ".join(sorted(each)) for each in (TASKS[name].fields, fields))
+            raise ValueError(
+                f"{data}: task {name}, for a {names}, reads {wanted}; the first record has {got}"
+            )
+    return "masked" if "MaskedLM" in names else "causal"
 
 
 def examples(task: Task, records: Iterable[Record]) -> list[Example]:
