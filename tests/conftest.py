@@ -85,7 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out tests on libraries that cannot be used here. Tests on JAX are slow.
 
     It compiles every op for every shape. test_gradients.py, whose cases are compiled in one piece,
-    always runs. With --backend all tests on it run, and fail where it cannot be used.
+    always runs. Those on the stand-in for CUDA have a mark of their own, since they compile C++.
+    With --backend all tests on it run, and fail where it cannot be used.
 
     UsageError for a test whose id holds an address, by which processes would disagree about it.
     """
@@ -102,6 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _library_of(item) == "jax" and item.path.name != "test_gradients.py":
             item.add_marker(pytest.mark.slow)
+        elif _library_of(item) == STAND_IN:
+            item.add_marker(pytest.mark.cuda_shim)
 
 
 def pytest_terminal_summary(

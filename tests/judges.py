@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
 from xformer import backends, tree
 from xformer.backends import Backend
-from xformer.proofs.catalogue import Case
+from xformer.proofs.catalogue import Case, cases
 
 Values = dict[str, np.ndarray]
 
@@ -37,6 +38,16 @@ def by_hand(case: Case, backend: Backend, dtype: str = "float64") -> Values:
     for name, a in tree.flatten((args, dys)).items():
         assert np.array_equal(backend.to_numpy(a), backend.to_numpy(new[name])), f"{name} changed"
     return values
+
+
+def one_of_each(*groups: str) -> list[Any]:
+    """All cases, or those of `groups`; slow, but for ops and one of each layer and model."""
+    found, seen = [], set()
+    for case in (case for case in cases() if not groups or case.group in groups):
+        marks = [pytest.mark.slow] if case.group != "ops" and case.subject in seen else []
+        seen.add(case.subject)
+        found.append(pytest.param(case, marks=marks, id=case.name))
+    return found
 
 
 def compiled(case: Case, backend: Backend) -> tuple[Values, Values]:

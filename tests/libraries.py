@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,11 @@ class ReadOnly(Backend):
         array = host.view()
         array.flags.writeable = False
         return array
+
+
+def slow_but(quick: Collection[Any], every: Iterable[Any]) -> list[Any]:
+    """The parameters `every` of a test; those that are not in `quick` run for a release."""
+    return [pytest.param(each, marks=() if each in quick else pytest.mark.slow) for each in every]
 
 
 def only(*libraries: str) -> pytest.MarkDecorator:

@@ -83,6 +83,7 @@ def test_saved_bytes_are_those_of_the_library() -> None:
     assert load.head > 2 * 16 * 64 / 2
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert scaling.main([]) == 0
     begin, end = scaling.BEGIN, scaling.END
@@ -113,7 +114,10 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("no lines\n", encoding="utf-8")
     for options, message in (
-        (["--tokens", "5000"], "--tokens: must be a multiple of 4096, a sequence of Llama-2-7B"),
+        (
+            ["--model", "Llama-2-7B", "--tokens", "5000"],
+            "--tokens: must be a multiple of 4096, a sequence of Llama-2-7B",
+        ),
         (["--model", "nowhere"], "--model: "),
         (["--seq-len", "0"], "--model: summary: length must be"),
     ):

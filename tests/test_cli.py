@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from libraries import slow_but
 
 import xformer
 from xformer import backends, training
@@ -67,7 +68,7 @@ def test_train_then_generate(
     assert capsys.readouterr().out == first  # the same seed
 
 
-@pytest.mark.parametrize("mode", ["concat", "qkv"])
+@pytest.mark.parametrize("mode", slow_but(["qkv"], ["concat", "qkv"]))
 def test_positions(mode: str, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are trained, resumed, generated with, and kept by a run that starts from the model."""
     usual = ["train", "--preset", "tiny", "--steps", "2", "--data", str(text)]

@@ -3,7 +3,7 @@
 The kernels' own tests run so in .ci/run:
 
     LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \\
-        XFORMER_CUDA_SHIM=sanitize python -m pytest tests/test_cuda_kernels.py
+        XFORMER_CUDA_SHIM=sanitize python -m pytest -m cuda_shim tests/test_cuda_kernels.py
 """
 
 from __future__ import annotations

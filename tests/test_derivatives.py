@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from judges import one_of_each
 from libraries import only
 
 import xformer as xf
 from xformer import GradientError, backends, gradcheck, ops, tree
 from xformer.arrays.dual import Dual, _namespaces, kinks
 from xformer.backends import Backend
-from xformer.proofs.catalogue import Case, cases
+from xformer.proofs.catalogue import Case
 
 NUMPY = backends.get("numpy")
 EPS = 2.0**-52
@@ -53,7 +54,7 @@ def plain(x: Any) -> tuple[Any, ...]:
 # ---- Every case of the catalogue ----
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", one_of_each())
 def test_derivative_is_the_gradient_to_rounding(case: Case) -> None:
     """Along one direction in all inputs; values on dual numbers have the bits of the reference."""
     fn, args = case.build(NUMPY)
@@ -76,7 +77,7 @@ def _unpacked(dys: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(dys[0]) if len(dys) == 1 and isinstance(dys[0], tuple) else dys
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", one_of_each())
 def test_second_derivative_is_symmetric(case: Case) -> None:
     """w . d(backward)(v) = v . d(backward)(w): the derivative of every backward, everywhere."""
     fn, args = case.build(NUMPY)

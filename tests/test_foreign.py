@@ -27,6 +27,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "bring-your-own-array.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_lists_and_the_page_are_what_is_called() -> None:
     made = runpy.run_path(str(DOCS / "make_arrays_page.py"))
     found = made["calls"]()

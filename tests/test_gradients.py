@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 from judges import (
@@ -15,6 +12,7 @@ from judges import (
     compiled,
     dtypes,
     on_numpy,
+    one_of_each,
     require_close,
     require_rounded,
 )
@@ -29,15 +27,6 @@ OPS = [case for case in cases() if case.group == "ops"]
 every_case = pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 # NumPy's arrays that cannot be written to stand for those that can. JAX has tests of its own.
 others = only(*(name for name in LIBRARIES if name not in ("numpy", "jax")))
-
-
-def on_jax() -> Iterator[Any]:
-    """All cases; slow, but for one of each layer and model: they compile for long."""
-    seen: set[str] = set()
-    for case in cases():
-        slow = case.group != "ops" and case.subject in seen
-        seen.add(case.subject)
-        yield pytest.param(case, marks=[pytest.mark.slow] if slow else [], id=case.name)
 
 
 @every_case
@@ -85,7 +74,7 @@ def test_gradient_is_autograds(case: Case, library: Backend) -> None:
         require_close(by_hand(case, library), by_torch_autograd(case, library), AUTOGRAD)
 
 
-@pytest.mark.parametrize("case", list(on_jax()))
+@pytest.mark.parametrize("case", one_of_each())  # they compile for long
 @only("jax")
 def test_jax_has_the_same_numbers_and_gradients(case: Case, library: Backend) -> None:
     got, judged = compiled(case, library)

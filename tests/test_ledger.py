@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from block_configs import block_config
+from libraries import slow_but
 
 from xformer import GPT, Transformer, backends, training, tree
 from xformer.backends.numpy.threads import forget_scratch
@@ -108,7 +109,10 @@ def traced_peak(model: Any, batch: int, length: int, **options: Any) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("GPT", "dropout", "two kinds of layers", "experts", "T5")  # tracing memory takes long
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, MODELS))
 def test_the_peak_is_what_is_allocated(name: str) -> None:
     found = ledger(MODELS[name], batch=BATCH, length=LENGTH)
     assert found.peak == pytest.approx(traced_peak(MODELS[name], BATCH, LENGTH), rel=0.06)

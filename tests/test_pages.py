@@ -309,6 +309,7 @@ PAGES: dict[str, Page] = {
     "docs/generation.md": Page((*STORIES, smollm, t5), slow=True),
     "docs/lesson.md": Page(
         exact=False,
+        slow=True,
         then="(letters, float(off), float(abs(loss - gpt_loss)))",
         check=the_lesson,
     ),
@@ -323,6 +324,7 @@ PAGES: dict[str, Page] = {
         },
         apart={"--log-to": ("tensorboard", "tensorboardx", "wandb")},
         exact=False,
+        slow=True,
     ),
     "docs/onnx.md": Page((run_of_gpt, minilm_folder), check=an_onnx_step),
     "docs/private-training.md": Page(
@@ -337,9 +339,10 @@ PAGES: dict[str, Page] = {
         small=ROUNDING,
         then="(float(np.mean(plain[-10:])),"
         " {', '.join(at): float(np.mean(losses[-10:])) for at, losses in curves.items()})",
+        slow=True,
         check=the_rounding,
     ),
-    "docs/scaling.md": Page((books,), TRAIN | MPI | SHARED),
+    "docs/scaling.md": Page((books,), TRAIN | MPI | SHARED, slow=True),
     "docs/sentence-embeddings.md": Page((minilm_folder, rankers), {"cp -r": ": "}),
     "docs/training.md": Page(
         (books, smollm),
@@ -359,14 +362,15 @@ PAGES: dict[str, Page] = {
         },
         then="{kind: [np.array(losses[kind]).tolist(), flow.activations.tolist(),"
         " flow.gradients.tolist()] for kind, flow in flows.items()}",
+        slow=True,
         check=without_norm,
     ),
 }
 # Pages whose blocks print what is shown, without more.
 for _name in ("checkpointing", "optimisers", "reformer", "schedules", "tensor-parallel"):
-    PAGES[f"docs/{_name}.md"] = Page()
+    PAGES[f"docs/{_name}.md"] = Page(slow=_name == "reformer")
 PAGES |= {f"docs/lectures/{n}.md": Page() for n in range(1, 7)}
-PAGES |= {f"docs/documents/00{n}.md": Page() for n in range(5)}
+PAGES |= {f"docs/documents/00{n}.md": Page(slow=n in (3, 4)) for n in range(5)}
 
 NOT_RUN = {
     "CONTRIBUTING.md": "the steps of .ci/run",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from causal_models import V, causal
-from libraries import only
+from libraries import only, slow_but
 
 from xformer import tree
 from xformer.backends import Backend
@@ -117,7 +117,7 @@ def test_greedy_texts(library: Backend, name: str) -> None:
     assert generate(model, params, PROMPTS, max_new_tokens=7) == want
 
 
-@pytest.mark.parametrize("name", [*CHANGING, *STEADY])
+@pytest.mark.parametrize("name", slow_but(("dynamic", "by layer", "yarn"), [*CHANGING, *STEADY]))
 def test_guesses(name: str) -> None:
     """A round ends where frequencies change, whatever the draft; drawn texts go on too."""
     model, params = scaled(name)

@@ -83,6 +83,7 @@ def test_the_sha256_of_a_file_is_that_of_the_published_one(name: str) -> None:
     assert hashlib.sha256(published(name).read_bytes()).hexdigest() == sha256
 
 
+@pytest.mark.slow
 def test_microgpt_comes_out_again() -> None:
     """All 1,000 losses of Adam in float64, and the 20 names that are drawn after them."""
     names = published("names.txt").read_text(encoding="utf-8")

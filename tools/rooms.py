@@ -32,7 +32,7 @@ def imports(file: Path) -> Iterator[str]:
     waiting: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.Import):
             yield from (n.name.split(".")[1] for n in node.names if n.name.startswith("xformer."))
@@ -40,7 +40,8 @@ def imports(file: Path) -> Iterator[str]:
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("xformer."):
             yield str(node.module).split(".")[1]
-        waiting.extend(ast.iter_child_nodes(node))
+        inside = ast.iter_child_nodes(node)
+        waiting.extend(n for n in inside if isinstance(n, ast.stmt | ast.excepthandler))
 
 
 def levels(known: dict[str, list[Path]]) -> list[list[str]]:
