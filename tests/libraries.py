@@ -48,7 +48,7 @@ def slow_but(quick: Collection[Any], every: Iterable[Any]) -> list[Any]:
     return [pytest.param(each, marks=() if each in quick else pytest.mark.slow) for each in every]
 
 
-def only(*libraries: str) -> pytest.MarkDecorator:
+def only(*libraries: Any) -> pytest.MarkDecorator:
     """Run a test that takes `library` on these alone."""
     return pytest.mark.parametrize("library", libraries, indirect=True)
 

@@ -235,6 +235,7 @@ def test_an_own_activation_trains_a_gpt(own: Any, library: Backend) -> None:
         np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_an_own_activation_in_compiled_steps(own: Any) -> None:
     pytest.importorskip("numba", reason="numba is not installed")
     rows = [Batch((TOKENS, TARGETS), {}, TARGETS.size, TOKENS.size)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cuda_shim import nvrtc
 from cuda_shim.nvrtc import Use
+from libraries import slow_but
 
 import xformer.backends.cupy
 from xformer.backends.cupy.module import Source
@@ -18,8 +19,6 @@ from xformer.dispatch.shapes import STORED
 
 FOLDER = Path(xformer.backends.cupy.__file__).parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_120")
-# Compiled for a release alone (-m slow): five architectures take a minute more than three.
-BETWEEN = ("sm_90a", "sm_100")
 # Where every activation is compiled; elsewhere the first.
 EVERY_CHOICE = ("sm_80", "sm_90")
 # Of attention's choices those that take most registers are compiled, and in float64 and float16 the
@@ -35,6 +34,9 @@ def source(path: Path) -> Source:
 
 
 SOURCES = [source(path) for path in sorted(FOLDER.glob("*.cu"))]
+QUICK = [
+    source for source in SOURCES if source.name != "sdpa_backward"
+]  # which takes half the time
 every_source = pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.name)
 
 
@@ -60,11 +62,8 @@ def is_always(source: Source, architecture: str, dtype: str, macros: dict[str, A
     return all(value == source.macros[name][0] for name, value in macros.items() if name != "WIDE")
 
 
-@every_source
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(a, marks=pytest.mark.slow if a in BETWEEN else ()) for a in ARCHITECTURES],
-)
+@pytest.mark.parametrize("source", slow_but(QUICK, SOURCES), ids=lambda s: s.name)
+@pytest.mark.parametrize("architecture", slow_but(["sm_90"], ARCHITECTURES))
 def test_compiles_within_its_budget(source: Source, architecture: str) -> None:
     """No error, no warning; registers, spills, shared memory (in float64; less in float32)."""
     require_budget(source, architecture, lambda *c: is_always(source, architecture, *c))

@@ -31,7 +31,7 @@ from finetuning import (
     write_tokenizer,
 )
 from judges import AUTOGRAD
-from libraries import only
+from libraries import only, slow_but
 from test_tokenizer_config import config, write
 
 from xformer import backends, finetune, pretrained, tree
@@ -367,7 +367,7 @@ def records(name: str, n: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["causal", "classify", "contrastive", "rank"], MODELS))
 def test_it_beats_its_base_on_what_it_has_not_seen(
     name: str, adapters: bool, tmp_path: Path
 ) -> None:

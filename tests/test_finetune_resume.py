@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import runs
 from finetuning import write_folder, write_lines
+from libraries import slow_but
 from test_finetune import NUMPY, examples, made, records
 from tunings import CONFIG, DROPOUT, Tuning, require_alike
 
@@ -40,7 +41,7 @@ def adapters(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.mark.parametrize("name", finetune.TASKS)
+@pytest.mark.parametrize("name", slow_but(["causal", "classify", "seq2seq"], finetune.TASKS))
 def test_killed_it_goes_on_bit_for_bit(name: str, adapters: bool, tmp_path: Path) -> None:
     """Every loss and gradient norm of the log, the state at the end, and the model."""
     tuning = Tuning(name, tmp_path / "base", adapters)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from causal_models import CONFIGS, T5, V
 from huggingface import build, double_precision, torch, transformers
+from libraries import slow_but
 
 from xformer import pretrained
 from xformer.generation import Beam, beam_search, generate
@@ -19,6 +20,7 @@ from xformer.generation.samplers import compose, repetition_penalty, temperature
 
 MAX_NEW = 14
 FAMILIES = [*CONFIGS, "t5"]
+QUICK = ("gpt2", "deepseek_v3", "gemma3_text", "qwen3", "t5")
 TRAINED = 8  # tokens, after which RoPE frequencies change
 LONG: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": TRAINED}
 LONG |= {"short_factor": [1.0, 1.2], "long_factor": [1.5, 3.0]}
@@ -103,7 +105,7 @@ def stops(both: Pair) -> list[tuple[int, ...]]:
     return [(), (texts[0][3],), (texts[1][8], texts[2][5])]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_greedy(family: str, folder: Path) -> None:
     both = pair(family, folder)
     lengths = set()
@@ -147,7 +149,7 @@ def test_rope_frequencies_that_change_with_the_length(name: str, folder: Path) -
 OPTIONS = list(product((True, False, "never"), (1.0, 0.0, -1.0, 2.5)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_beams(family: str, folder: Path) -> None:
     """All beams of all prompts with their scores; for two families under every option."""
     both = pair(family, folder)

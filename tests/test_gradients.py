@@ -82,7 +82,7 @@ def test_jax_has_the_same_numbers_and_gradients(case: Case, library: Backend) ->
     require_close(got, judged, AUTOGRAD)
 
 
-@every_case
+@pytest.mark.parametrize("case", one_of_each())
 @only("jax")
 def test_jax_stays_in_float32(case: Case, library: Backend) -> None:
     assert dtypes(case, library, "float32") == {"float32"}

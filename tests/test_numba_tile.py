@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import slow_but
 
 from xformer.base.typing import Array
 
@@ -160,7 +161,7 @@ print("done")
     assert done.stdout == "done\n", done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("features", ["+avx2,+fma,+sse4.2,+avx", "+sse2"])
+@pytest.mark.parametrize("features", slow_but(["+sse2"], ["+avx2,+fma,+sse4.2,+avx", "+sse2"]))
 def test_other_vectors(features: str) -> None:
     """Half as wide; and without any that are known, BLAS's product."""
     if not registers.USABLE:
@@ -194,6 +195,7 @@ print(known, registers.LANES)
     assert done.stdout == wanted, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @KNOWN
 def test_other_cores(tmp_path: Path) -> None:
     """What is copied, and how many rows are read at once, where a core is AMD's, and where not."""

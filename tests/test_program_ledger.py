@@ -7,6 +7,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from libraries import slow_but
 
 pytest.importorskip("numba", reason="needs extra numba")
 
@@ -50,7 +51,7 @@ def traced_peak(model: Any, batch: int, length: int, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["GPT"], MODELS))
 def test_the_peak_is_what_is_allocated(name: str, optimiser: str) -> None:
     found = program_ledger(MODELS[name], batch=8, length=64, optimiser=optimiser)
     peak = traced_peak(MODELS[name], 8, 64, optimiser=optimiser)

@@ -32,7 +32,7 @@ from xformer.models import (
 from xformer.ops.activation import ACTIVATIONS
 
 MANY = settings(
-    max_examples=40,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],  # each example records a program: to make it smaller takes minutes

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import only
+from libraries import only, slow_but
 from truths import published
 
 from xformer import pretrained
@@ -17,7 +17,7 @@ from xformer.pretrained.tokenizer import tokenizer
 LENGTH = 200
 
 
-@only("numpy", "torch", "jax", "cupy")
+@only("numpy", "jax", "cupy", *slow_but((), ["torch"]))
 def test_greedy_text_is_the_published_one(library: Backend) -> None:
     """Byte for byte, each token by a forward pass over all the text (behind it, ids unseen)."""
     pytest.importorskip("tokenizers")

@@ -56,6 +56,7 @@ def run(*command: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_mypy(python: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, PROGRAM]
     require(re.findall(r'Revealed type is "(.*)"', run(*command, "--cache-dir", python.parent)))
