@@ -34,9 +34,7 @@ def source(path: Path) -> Source:
 
 
 SOURCES = [source(path) for path in sorted(FOLDER.glob("*.cu"))]
-QUICK = [
-    source for source in SOURCES if source.name != "sdpa_backward"
-]  # which takes half the time
+QUICK = [source for source in SOURCES if source.name != "sdpa_backward"]
 every_source = pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.name)
 
 
