@@ -9,7 +9,6 @@ The file is a safetensors file with two tensors, and a description in JSON in it
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.base.choices import near_path
-from xformer.base.files import file_layout, replacing, write_arrays
+from xformer.base.files import file_layout, replacing, require_readable, write_arrays
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import CONFIG, weight_files
 from xformer.pretrained.reading import PretrainedError, parse_json
@@ -66,8 +65,7 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     path = Path(path)
     if not os.path.lexists(path):
         raise FileNotFoundError(f"there is no file {path}")
-    if path.exists() and not os.access(path, os.R_OK):  # safetensors says that there is no file
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    require_readable(path)
     try:
         if not path.is_file():  # a pipe would wait for ever
             raise OSError("not a file")
