@@ -82,6 +82,6 @@ def threads_limited(seconds: float | None, what: str) -> Iterator[None]:
         for thread in left if seconds is not None else ():
             thread.join(max(0, end - time.monotonic()))
             if thread.is_alive():
+                faulthandler.dump_traceback_later(1, exit=True, file=2)
                 message = f"{what}: a thread still runs after {seconds:g} s, and is stopped"
                 warnings.warn(message, stacklevel=1)
-                faulthandler.dump_traceback_later(1, exit=True, file=2)
