@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,8 @@ def folder(text: str) -> Path:
     above = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not above.is_dir():
         raise ArgumentTypeError(f"must be a folder, and {above} is a file")
+    if not os.access(above, os.W_OK):  # now, not after an hour of measuring
+        raise ArgumentTypeError(f"must be a folder that may be written to, and {above} may not")
     return path
 
 

@@ -345,9 +345,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             row |= {f"{name}: {work}": summary for work, summary in of_op.items()}
     results["rows"] = list(rows.values())
     out = stored.path_of(results, "ops" if args.op is None else "ops-some", args.out)
-    stored.write(results, out)
     print(report.align(table(results)))
-    print(f"\nMilliseconds, minimum (median).\nWritten: {out}")
+    print("\nMilliseconds, minimum (median).")
+    stored.write(results, out)
+    print(f"Written: {out}")
     return 0
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -57,6 +59,18 @@ def test_out_is_not_a_folder_of_a_file(
     with pytest.raises(SystemExit):
         main_of(name)([*COMMANDS[name], "--out", str(tmp_path / "file/below/run.json")])
     wanted = f"argument --out: must be a folder, and {tmp_path / 'file'} is a file\n"
+    assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_out_is_checked_before_anything_is_measured(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is read-only; root may write there, so the system's answer is a stand-in."""
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    with pytest.raises(SystemExit):
+        main_of(name)([*COMMANDS[name], "--out", str(tmp_path / "new/run.json")])
+    wanted = f"must be a folder that may be written to, and {tmp_path} may not\n"
     assert wanted in capsys.readouterr().err
 
 
@@ -150,6 +164,14 @@ def test_lines_of_progress(
     assert "ops: 1 of 1 ops, 0 s left" in captured.err
     (out,) = folder.iterdir()
     assert f"Written: {out}" in captured.out
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "file")
+
+    monkeypatch.setattr(stored, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        main_of("ops")(["--op", "gelu", "--out", str(folder)])
+    assert "Milliseconds" in capsys.readouterr().out  # what was measured is printed first
 
 
 def test_runs_are_counted(

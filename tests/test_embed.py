@@ -501,6 +501,9 @@ def test_lines_of_a_file_and_of_standard_input(
     status, out, _ = said(*command)
     texts = [json.loads(line)["text"] for line in out.splitlines()]
     assert (status, texts) == (0, ["why", "so", "bad", "a cat", "", "ünknown\u2028words"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"so\n")))
+    status, out, _ = said("embed", "--model", str(folder), "--json", "--file", "-")
+    assert status == 0 and json.loads(out)["text"] == "so"
     status, out, _ = said("embed", "--model", str(folder), "a\x1b[31m\tcat" + " so" * 40)
     assert status == 0 and out.endswith("1  1.0000  a [31m cat" + " so" * 15 + " s...\n")
 

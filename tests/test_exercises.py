@@ -415,6 +415,30 @@ def test_a_call_that_no_exception_stops_ends_the_process() -> None:
     assert 'File "relu.py", line 3 in relu' in done.stderr
 
 
+def test_a_thread_that_goes_on_ends_the_process() -> None:
+    """Python waits at its end for threads, also for ever. A thread that ends does no harm."""
+    text = """
+import threading, time
+
+END = {end}
+
+def wait():
+    while END is None or time.monotonic() < END:
+        time.sleep(0.01)
+
+def relu(x):
+    threading.Thread(target=wait).start()
+    return x, None
+"""
+    command = [sys.executable, "-m", "xformer", "exercise", "relu", "--check", "--time-limit", "2"]
+    for end, said in (("None", True), ("time.monotonic() + 0.5", False)):
+        Path("relu.py").write_text(text.format(end=end), encoding="utf-8")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1 and "dx wrong" in done.stdout
+        assert ("relu.py: a thread still runs after 2 s" in done.stderr) == said
+        assert ('File "relu.py", line 8 in wait' in done.stderr) == said
+
+
 def test_a_time_limit_that_is_no_number_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["exercise", "relu"]) == 0
     for limit in ("-1", "nan", "inf"):

@@ -9,10 +9,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from sentences import BERT, write_model
 
 from xformer import pretrained
 from xformer.cli import main
+from xformer.pretrained.reading import PretrainedError
 
 CODE = re.compile(r"`(.*)`")
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n"
@@ -87,6 +89,15 @@ def test_a_file_of_a_model_whatever_its_name(
     (tmp_path / "weights.bin").rename(tmp_path / "model.fp16.safetensors")
     message = "the weights must be in model.safetensors, there is 'model.fp16.safetensors'"
     refused(tmp_path, message, capsys)
+
+
+@pytest.mark.parametrize("inner", ["module", "_orig_mod", "_fsdp_wrapped_module"])
+def test_a_module_around_the_model_is_named(inner: str, tmp_path: Path) -> None:
+    """The state dict of a model within torch.compile, say, has longer names."""
+    path = write_model(tmp_path, BERT, "float32") / "model.safetensors"
+    save_file({f"{inner}.{name}": tensor for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(PretrainedError, match=f"save `model.{inner}` instead"):
+        pretrained.load(tmp_path)
 
 
 def test_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -253,6 +253,30 @@ def test_what_is_not_utf8_is_left_out(model_folder: Path, notes: Path) -> None:
         indexed(model_folder, notes, index)
 
 
+def test_what_may_not_be_read_is_left_out(
+    model_folder: Path, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files and folders; root may read all, so the system's answers are stand-ins."""
+    index = indexed(model_folder, notes)
+    scandir, closed = os.scandir, {notes / "a.txt", notes / "b", tmp_path / "index"}
+
+    def open_folder(path: str) -> Any:
+        if Path(path) in closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) not in closed)
+    monkeypatch.setattr(os, "scandir", open_folder)
+    with pytest.warns(UserWarning, match=r"^search: may not be read, left out: a\.txt and 1 more$"):
+        assert list(indexed(model_folder, notes, index).files) == ["d.TXT"]
+    write_index(index, tmp_path / "index")
+    with pytest.raises(PermissionError, match="denied"):  # safetensors would not find the file
+        read_index(tmp_path / "index")
+    closed.add(notes)
+    with pytest.raises(PermissionError, match="denied"):
+        texts_in(notes)
+
+
 def test_an_interrupted_write_leaves_the_old_index(
     model_folder: Path, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,10 +117,5 @@ def test_install_tells_where_models_and_data_come_from() -> None:
                 "FOLDER",
                 "/shared/books",
             }
-            made |= {
-                "splade-model",
-                "colbert-model",
-                "pairs.csv",
-                "reranker",
-            }  # which the page describes
+            made |= {"pairs.csv", "reranker"}  # which the page describes
             assert set(used) - made <= told, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save_file
 
-from xformer import backends, tree
+from xformer import GPT, backends, tree
 from xformer.backends import Backend
-from xformer.training import CheckpointError, State, read_state, write_state
+from xformer.training import CheckpointError, State, checkpoint, read_state, write_state
 
 NUMPY = backends.get("numpy")
 MODEL = {"name": "GPT", "n_layers": 2, "position_mode": "add"}
@@ -180,6 +181,19 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         read_state(tmp_path / "plain")
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         read_state(tmp_path / "absent")
+
+
+def test_a_file_that_may_not_be_read_is_not_damaged(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkpoint, and of a model. Root may read all, so the system's answer is a stand-in."""
+    gpt = GPT(vocab_size=3, n_layers=1, d_model=2, n_heads=1, max_len=2)
+    checkpoint.save(tmp_path / "model", gpt, gpt.init(seed=0), "numpy")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PermissionError, match="denied"):
+        read_state(saved)
+    with pytest.raises(PermissionError, match="denied"):
+        checkpoint.inspect(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,15 @@ def replacing(*targets: Path) -> Iterator[list[Path]]:
                 part.unlink(missing_ok=True)
 
 
+def require_readable(path: Path) -> None:
+    """Raise PermissionError if `path` exists and may not be read.
+
+    safetensors would say that there is no file.
+    """
+    if path.exists() and not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
 def remove_parts(folder: Path) -> None:
     """Remove files that a killed process has left half-written in a folder, if it exists.
 

@@ -14,6 +14,7 @@ from xformer.cli.open_model import enable_float64
 from xformer.cli.parser import Parser
 from xformer.cli.paths import nonempty
 from xformer.exercises import EXERCISES, Exercise, get, grade, load
+from xformer.exercises.limit import threads_limited
 
 LIMIT = 30.0  # seconds of a call; one takes milliseconds, more where JAX compiles
 ABOUT = (
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.check:
         path = Path(f"{exercise.name}.py" if args.check is True else args.check)
-        return _check(exercise, path, args.time_limit)
+        with threads_limited(args.time_limit or None, str(path)):
+            return _check(exercise, path, args.time_limit)
     path = Path(args.out or f"{exercise.name}.py")
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists and is kept; --out FILE writes another file")

@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser, text: str = "text", row: str = 
     what = f"a {text}; - reads the lines of standard input"
     add("text", nargs="*", metavar=text, help=what)
     add_model(add, "a Hugging Face folder")
-    what = f"a UTF-8 file with one {text} a line"
+    what = f"a UTF-8 file with one {text} a line; - is standard input"
     add("--file", metavar="PATH", type=nonempty, help=what)
     add("--json", action="store_true", help=f"print one JSON object a {row}")
     add_computation(add)
@@ -38,11 +38,12 @@ def texts_of(args: argparse.Namespace) -> list[str]:
     ValueError if there is no text, and for a --top below 1.
     """
     texts: list[str] = []
-    if "-" in args.text and sys.stdin is None:
+    words = [*args.text, *["-"] * (args.file == "-")]
+    if "-" in words and sys.stdin is None:
         raise ValueError("- reads standard input, but that is closed")
-    for text in args.text:
+    for text in words:
         texts += _lines(sys.stdin.buffer.read(), "standard input") if text == "-" else [text]
-    if args.file is not None:
+    if args.file not in (None, "-"):
         texts += _lines(Path(args.file).read_bytes(), args.file)
     if not texts:
         raise ValueError("there are no texts: give a text, --file PATH, or - for standard input")

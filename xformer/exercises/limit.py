@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import signal
 import threading
+import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,3 +61,27 @@ def limited(seconds: float | None, what: str, path: Any) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def threads_limited(seconds: float | None, what: str) -> Iterator[None]:
+    """A context that waits for the threads that are begun in it, for `seconds` altogether.
+
+    what: the name of the code that begins them, for the message
+    seconds: None: no limit
+
+    If one of them still runs, a warning says so, and the process ends with status 1 a second
+    later: Python would wait for it for ever. The traceback of each thread is then on stderr.
+    """
+    before = set(threading.enumerate())
+    try:
+        yield
+    finally:
+        end = time.monotonic() + (seconds or 0)
+        left = [one for one in threading.enumerate() if one not in before and not one.daemon]
+        for thread in left if seconds is not None else ():
+            thread.join(max(0, end - time.monotonic()))
+            if thread.is_alive():
+                faulthandler.dump_traceback_later(1, exit=True, file=2)
+                message = f"{what}: a thread still runs after {seconds:g} s, and is stopped"
+                warnings.warn(message, stacklevel=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 
 from xformer.base.choices import near_path
@@ -27,6 +28,11 @@ WRITTEN_BY = {  # first bytes -> what the file is, and the next step
     **dict.fromkeys((b"lmgg", b"fmgg", b"tjgg"), ("an old file of llama.cpp", ORIGINAL)),
     b"\x89HDF": ("an HDF5 file, as Keras and TensorFlow write", ORIGINAL),
     **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc"), ("an archive", UNPACK)),
+}
+WRAPPERS = {  # attribute of a module around a model -> what makes it
+    "module": "torch's DataParallel and DistributedDataParallel",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "torch's FSDP",
 }
 CALLED = {  # end of a name -> the same, for formats that have no distinct first bytes
     ".msgpack": ("a file of Flax", ORIGINAL),
@@ -49,6 +55,16 @@ def require_model(path: Path) -> None:
         raise PretrainedError(f"{path}: is one file of a model; load its folder, {path.parent}")
     elif kind := _kind(path):
         raise PretrainedError(f"{path}: is {kind[0]}; {kind[1]}")
+
+
+def require_unwrapped(root: Path, names: Collection[str]) -> None:
+    """Raise PretrainedError if the tensors were saved with a module around the model."""
+    for inner, by in WRAPPERS.items():
+        if names and all(name.startswith(f"{inner}.") for name in names):
+            raise PretrainedError(
+                f"{root}: the name of each tensor begins with '{inner}.', as {by} makes them; save "
+                f"`model.{inner}` instead, with save_pretrained"
+            )
 
 
 def _require_folder(root: Path) -> None:

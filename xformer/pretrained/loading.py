@@ -24,7 +24,7 @@ from xformer.pretrained import families, files
 from xformer.pretrained.config import Config, unread_keys, warn_of
 from xformer.pretrained.differences import difference
 from xformer.pretrained.family import Family
-from xformer.pretrained.foreign import require_model
+from xformer.pretrained.foreign import require_model, require_unwrapped
 from xformer.pretrained.matching import (
     head_of,
     links_for,
@@ -299,7 +299,9 @@ def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors]:
     require_model(root)
     if root.is_dir():
         where = root / files.CONFIG
-        return str(where), read_json(where), files.open_tensors(root)
+        config, tensors = read_json(where), files.open_tensors(root)
+        require_unwrapped(root, tensors)
+        return str(where), config, tensors
     return str(root), *families.llama2c.open_file(root)
 
 

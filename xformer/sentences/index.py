@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.base.choices import near_path
-from xformer.base.files import file_layout, replacing, write_arrays
+from xformer.base.files import file_layout, replacing, require_readable, write_arrays
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import CONFIG, weight_files
 from xformer.pretrained.reading import PretrainedError, parse_json
@@ -56,13 +57,15 @@ class Index(NamedTuple):
 def read_index(path: str | os.PathLike[str]) -> Index:
     """The index in a file, checked.
 
-    FileNotFoundError if there is no file. PretrainedError if it is damaged or not an index.
+    FileNotFoundError if there is no file, PermissionError if it may not be read. PretrainedError
+    if it is damaged or not an index.
     """
     import safetensors
 
     path = Path(path)
     if not os.path.lexists(path):
         raise FileNotFoundError(f"there is no file {path}")
+    require_readable(path)
     try:
         if not path.is_file():  # a pipe would wait for ever
             raise OSError("not a file")
@@ -128,11 +131,19 @@ def texts_in(folder: str | os.PathLike[str]) -> list[str]:
     """The paths of the texts in a folder, with "/", sorted.
 
     A text is a regular file whose name ends with .txt or .md. Subfolders are searched too. Links,
-    and names that begin with a dot, are ignored. NotADirectoryError if there is no folder.
+    and names that begin with a dot, are ignored. A warning names what may not be read.
+    NotADirectoryError if there is no folder, PermissionError if it may not be read.
     """
     root = require_folder(folder)
     found: list[str] = []
-    for where, folders, names in os.walk(root):
+    unread: list[str] = []
+
+    def leave_out(error: OSError) -> None:
+        if Path(error.filename) == root:
+            raise error
+        unread.append(Path(error.filename).relative_to(root).as_posix())
+
+    for where, folders, names in os.walk(root, onerror=leave_out):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = [Path(where, name) for name in names if not name.startswith(".")]
         found += [
@@ -140,7 +151,11 @@ def texts_in(folder: str | os.PathLike[str]) -> list[str]:
             for path in paths
             if path.suffix.lower() in SUFFIXES and path.is_file() and not path.is_symlink()
         ]
-    return sorted(found)
+    unread += [name for name in found if not os.access(root / name, os.R_OK)]
+    if unread:
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        warnings.warn(f"search: may not be read, left out: {min(unread)}{more}", stacklevel=3)
+    return sorted(set(found) - set(unread))
 
 
 def model_files(folder: str | os.PathLike[str]) -> list[str]:

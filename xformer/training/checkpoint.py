@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from xformer import backends, layers, models
 from xformer.base import tree
-from xformer.base.files import replacing, write_arrays
+from xformer.base.files import replacing, require_readable, write_arrays
 from xformer.initializers import Shapes
 from xformer.training.checkpoint_dtypes import on_host, require_storable
 
@@ -67,7 +67,8 @@ def save(
 def load(folder: str | os.PathLike[str], backend: str | backends.Backend) -> tuple[Any, Any]:
     """The model and its parameters on `backend`. The model is of a class that `save` takes.
 
-    FileNotFoundError if there is no checkpoint, CheckpointError if it is damaged.
+    FileNotFoundError if there is no checkpoint, PermissionError if it may not be read,
+    CheckpointError if it is damaged.
     """
     backend = backends.get(backend)
     model = inspect(folder)
@@ -85,11 +86,13 @@ def load(folder: str | os.PathLike[str], backend: str | backends.Backend) -> tup
 def inspect(folder: str | os.PathLike[str]) -> Any:
     """The model, without reading its parameters.
 
-    FileNotFoundError if there is no checkpoint, CheckpointError if it is damaged.
+    FileNotFoundError if there is no checkpoint, PermissionError if it may not be read,
+    CheckpointError if it is damaged.
     """
     path = Path(folder) / WEIGHTS
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no checkpoint: it has no {WEIGHTS}")
+    require_readable(path)
     try:
         with safetensors.safe_open(path, "np") as file:
             metadata = file.metadata() or {}

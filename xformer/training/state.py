@@ -19,7 +19,7 @@ import safetensors
 from xformer import backends
 from xformer.backends import Backend
 from xformer.base import tree
-from xformer.base.files import replacing, write_arrays
+from xformer.base.files import replacing, require_readable, write_arrays
 from xformer.base.printing import short
 from xformer.optim import LossScale
 from xformer.training.checkpoint import CheckpointError
@@ -130,11 +130,13 @@ def require_state(what: str, state: Any, backend: Backend) -> None:
 def read_state(path: str | os.PathLike[str]) -> Saved:
     """The content of a file of `write_state`.
 
-    FileNotFoundError if there is none, CheckpointError if a bit of it has changed.
+    FileNotFoundError if there is none, PermissionError if it may not be read, CheckpointError if
+    a bit of it has changed.
     """
     file_path = Path(path)
     if not file_path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {file_path}")
+    require_readable(file_path)
     try:
         with safetensors.safe_open(file_path, "np") as file:
             metadata = file.metadata() or {}
