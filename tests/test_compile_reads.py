@@ -29,6 +29,7 @@ from xformer.base.keys import Unkeyed, exact
 
 LIBRARIES = ("numpy", "jax")
 X = np.arange(1.0, 7.0, dtype=np.float32).reshape(2, 3)
+IDS = np.array([0, 2])
 SCALE, TABLE = 1.0, {"scale": 1.0, "also": [1, 2]}
 
 
@@ -258,6 +259,8 @@ IN_SILENCE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "an int beside a float": (lambda x, n, f: x * (2 if n == f else 3), (2**53 + 1, 2.0**53)),
     "a power of booleans": (lambda x: (x > 0) ** 2, ()),
     "a complex root": (lambda x, n: x * abs(n**0.5), (-4.0,)),
+    "a number of differences": (lambda x, n: x.__array_namespace__().diff(x, n=n), (2,)),
+    "repetitions": (lambda x, ids: x.__array_namespace__().repeat(x, ids, axis=0), (IDS,)),
 }
 
 
