@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from array_api_compat import device, is_array_api_obj, is_numpy_array
@@ -70,6 +71,14 @@ class Compiled:
         """
         call, inputs = self._call(arguments)
         return call(*inputs)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """A compiled method, as a function in a class is one: `owner` is the first argument."""
+        return self if owner is None else partial(self, owner)
+
+    def __reduce__(self) -> Any:
+        """A copy compiles again."""
+        return Compiled, (self.fn, self.donate)
 
     def timed(self, *arguments: Any) -> str:
         """A table of the time of each instruction of a program, the longest first.
