@@ -156,6 +156,26 @@ def test_properties_slots_and_fields(library: Backend) -> None:
         require_same(fn, calls(), "")
 
 
+class Shared:
+    scale = 2.0
+
+    def run(self, x: Any) -> Any:
+        return x * self.scale
+
+
+@only(*LIBRARIES)
+def test_the_class_of_an_argument(library: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, shared = library.asarray(X), Shared()
+
+    def calls() -> Iterator[tuple[Any, ...]]:
+        for scale in (2.0, 3.0):
+            monkeypatch.setattr(Shared, "scale", scale)
+            yield x, shared
+
+    for fn in (lambda x, shared: x * shared.scale, lambda x, shared: shared.run(x)):
+        require_same(fn, calls(), "")
+
+
 def test_what_is_not_read_compiles_nothing_again() -> None:
     held = Scaled(None)
     compiled = xf.compile(held.step)
