@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -130,6 +132,42 @@ def test_a_function_that_looks_at_values(library: Backend) -> None:
     assert len({str(each.message) for each in said}) == bool(
         numba or library.name in ("jax", "cupy", "cuda_shim")
     )
+
+
+class Scaled:
+    """A class with compiled methods."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    @xf.compile
+    def times(self, x: Any) -> Any:
+        return x * self.scale
+
+    @staticmethod
+    @xf.compile
+    def twice(x: Any) -> Any:
+        return x * 2
+
+
+@only(*BOTH)
+def test_methods(library: Backend) -> None:
+    x, scaled = library.asarray(np.ones(3, np.float32)), Scaled(3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy has one graph, and says so
+        for scale in (3.0, 5.0):
+            scaled.scale = scale
+            for got, want in ((scaled.times(x), scale), (Scaled.times(Scaled(7.0), x), 7.0)):
+                np.testing.assert_array_equal(library.to_numpy(got), np.full(3, want))
+        np.testing.assert_array_equal(library.to_numpy(scaled.twice(x)), np.full(3, 2.0))
+
+
+@only("numpy")
+def test_copies(library: Backend) -> None:
+    """A copy compiles again, with the same donated arguments."""
+    compiled = xf.compile(np.negative, donate=0)
+    for copied in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        assert copied.fn is np.negative and copied.donate == (0,)
 
 
 @only("numpy")

@@ -29,6 +29,7 @@ from xformer.base.keys import Unkeyed, exact
 
 LIBRARIES = ("numpy", "jax")
 X = np.arange(1.0, 7.0, dtype=np.float32).reshape(2, 3)
+IDS = np.array([0, 2])
 SCALE, TABLE = 1.0, {"scale": 1.0, "also": [1, 2]}
 
 
@@ -155,6 +156,26 @@ def test_properties_slots_and_fields(library: Backend) -> None:
         require_same(fn, calls(), "")
 
 
+class Shared:
+    scale = 2.0
+
+    def run(self, x: Any) -> Any:
+        return x * self.scale
+
+
+@only(*LIBRARIES)
+def test_the_class_of_an_argument(library: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, shared = library.asarray(X), Shared()
+
+    def calls() -> Iterator[tuple[Any, ...]]:
+        for scale in (2.0, 3.0):
+            monkeypatch.setattr(Shared, "scale", scale)
+            yield x, shared
+
+    for fn in (lambda x, shared: x * shared.scale, lambda x, shared: shared.run(x)):
+        require_same(fn, calls(), "")
+
+
 def test_what_is_not_read_compiles_nothing_again() -> None:
     held = Scaled(None)
     compiled = xf.compile(held.step)
@@ -258,6 +279,8 @@ IN_SILENCE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "an int beside a float": (lambda x, n, f: x * (2 if n == f else 3), (2**53 + 1, 2.0**53)),
     "a power of booleans": (lambda x: (x > 0) ** 2, ()),
     "a complex root": (lambda x, n: x * abs(n**0.5), (-4.0,)),
+    "a number of differences": (lambda x, n: x.__array_namespace__().diff(x, n=n), (2,)),
+    "repetitions": (lambda x, ids: x.__array_namespace__().repeat(x, ids, axis=0), (IDS,)),
 }
 
 

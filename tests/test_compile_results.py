@@ -163,20 +163,37 @@ class Kind(enum.IntEnum):
     TWO = 2
 
 
+def promoted(xp: Any, x: Any, n: Any) -> Any:
+    return xp.astype(x, xp.result_type(x, n))
+
+
 @only("numpy")
 @pytest.mark.parametrize(
     "fn",
     [
         lambda x, n: x * (2.0 if isinstance(n, float) else 3.0),
         lambda x, n: x * (2.0 if isinstance(n, int) else 3.0),
+        lambda x, n: x * (2.0 if hasattr(n, "dtype") else len(getattr(n, "shape", "abc"))),
         lambda x, n: x * {0: 2.0, 1: 3.0, 2.0: 5.0}.get(n, 7.0),
         lambda x, n: (x, f"step {n}", str(n), f"{n:.3f}"),
         lambda x, n: x * (n % 5) ** (n % 3),
         lambda x, n: x + (n > 1) + (n > 0) + ((n > 1) + (n > 0)),
         lambda x, n: x.__array_namespace__().asarray(n) * x,
+        lambda x, n: promoted(x.__array_namespace__(), x, n),
         lambda x, n: x.__array_namespace__().sqrt(x.__array_namespace__().asarray(n)) * x,
     ],
-    ids=["float", "int", "dict", "text", "power", "bools", "asarray", "sqrt"],
+    ids=[
+        "float",
+        "int",
+        "attributes",
+        "dict",
+        "text",
+        "power",
+        "bools",
+        "asarray",
+        "result_type",
+        "sqrt",
+    ],
 )
 @pytest.mark.parametrize("n", [1, 2, 2.0, 0.5, 2**40, 2**63])
 def test_what_is_read_from_a_number(library: Backend, fn: Callable[..., Any], n: Any) -> None:

@@ -276,6 +276,35 @@ def test_an_optimiser_of_ones_own(step: Any) -> None:
     assert tree.flatten(got[1].params)["embed.table"].dtype == np.float32
 
 
+@pytest.mark.parametrize("changes", [2, 20])
+def test_an_optimiser_that_reads_what_changes(changes: int) -> None:
+    """Its attribute has the new value in the next step. After many changes nothing is compiled."""
+
+    class Decayed:
+        decay = 0.0
+
+        def step(self, params: Any, grads: Any, state: Any, *, lr: float, donate: bool) -> Any:
+            return tree.map(lambda p, g: p - lr * g - self.decay * p, params, grads), state
+
+    def losses(compiled: bool) -> list[float]:
+        own, found = Decayed(), []
+        pair = optim.Optimiser(lambda params: {}, own.step)
+        config = TrainConfig(**vars(CONFIG) | {"steps": changes + 2})
+        options: Any = {"optimiser": pair, "donate": True, "compiled": compiled}
+        for step in train(
+            loss_of(MODEL), start(MODEL.init(), config, pair), SOURCE, config, "numba", **options
+        ):
+            found.append(step.loss)
+            own.decay = 0.01 * min(step.step, changes)
+        return found
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        np.testing.assert_allclose(losses(True), losses(False), rtol=2e-4)
+    texts = [str(each.message) for each in said]
+    assert len(texts) == (changes > 16) and all("has changed 16 times" in text for text in texts)
+
+
 @pytest.mark.parametrize("other", ["jax", "torch"])
 def test_an_optimiser_of_ones_own_elsewhere(other: str) -> None:
     pytest.importorskip(other, reason=f"{other} is not installed")

@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from array_api_compat import device, is_array_api_obj, is_numpy_array
@@ -71,6 +72,14 @@ class Compiled:
         call, inputs = self._call(arguments)
         return call(*inputs)
 
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """A compiled method, as a function in a class is one: `owner` is the first argument."""
+        return self if owner is None else partial(self, owner)
+
+    def __reduce__(self) -> Any:
+        """A copy compiles again."""
+        return Compiled, (self.fn, self.donate)
+
     def timed(self, *arguments: Any) -> str:
         """A table of the time of each instruction of a program, the longest first.
 
@@ -101,15 +110,18 @@ class Compiled:
         if RandomKey in leaves:
             arguments, fn = _fixed(arguments), _WithKeys(fn)
         with self._lock:
-            return self._of(first, fn), arguments
+            return self._of(first, fn, leaves), arguments
 
-    def _of(self, first: Array, fn: Callable[..., Any]) -> Any:
-        """The compiled call of fn for arrays like `first`, made if it is new."""
+    def _of(self, first: Array, fn: Callable[..., Any], kinds: Iterable[type]) -> Any:
+        """The compiled call of fn, made if it is new.
+
+        first: an array of the arguments. kinds: the types of all their leaves
+        """
         # CuPy's devices have no hash.
         where = type(first), str(device(first)), type(fn), current_contexts()
         backend = replace(registry.backend_of(first), device=device(first))
         try:
-            key = where, self._reads[not is_numpy_array(first)].key()
+            key = where, self._reads[not is_numpy_array(first)].key(kinds)
         except Unkeyed as error:
             key = where, str(error)
         if key not in self._calls and sum(where == known for known, _ in self._calls) >= KEPT:

@@ -14,7 +14,7 @@ import operator
 import sys
 import types
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from array_api_compat import is_array_api_obj, is_numpy_array
@@ -82,12 +82,16 @@ class Reads:
         self.fn, self.host_values = fn, host_values
         self._names: set[str] = set()
 
-    def key(self) -> Any:
-        """The key of all that it reads now. Unkeyed if something has no key."""
+    def key(self, kinds: Iterable[type] = ()) -> Any:
+        """The key of all that it reads now. Unkeyed if something has no key.
+
+        kinds: types of its arguments, whose methods and attributes it may use
+        """
         while True:
             before = len(self._names)
             walk = _Walk(self._names, arrays=True, host_values=self.host_values)
-            key = walk.called(self.fn)
+            users = (kind for kind in kinds if not _is_library(kind.__module__))
+            key = walk.called(self.fn), *map(walk.of, users)
             if len(self._names) == before:  # else a name was found after its object
                 return key
 

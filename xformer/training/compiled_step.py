@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 from xformer import ops, optim
 from xformer.backends import Backend
 from xformer.base import tree
+from xformer.base.keys import Reads, Unkeyed
 from xformer.base.namespace import array_namespace
 from xformer.base.typing import Array
+from xformer.compiling import KEPT
 from xformer.distributed.world import World
 from xformer.optim import Optimiser
 from xformer.optim.accumulate import shares, weighted
@@ -53,7 +56,8 @@ class CompiledSteps:
     reduce: Reduce | None
 
     def __post_init__(self) -> None:
-        self._call: Any = self.backend.compiled(self._step, (0, 1, 2), lends=True)
+        self._reads = Reads(self.optimiser.step, host_values=True)
+        self._calls: dict[Any, Any] = {}  # by the key of what the optimiser reads
         self._numbers: list[str] = []  # leaves of the optimiser's state that are Python numbers
 
     def __call__(
@@ -64,7 +68,7 @@ class CompiledSteps:
         ValueError for a batch without targets, or with ids outside the vocabulary.
         """
         arguments = self._arguments(state, batches, lr)
-        trained, optimiser, average, numbers, grads, counters = self._call(*arguments)
+        trained, optimiser, average, numbers, grads, counters = self._call()(*arguments)
         loss, norm, *counts = self.backend.to_numpy(numbers).tolist()
         if counts:
             leaves, old = tree.flatten(optimiser), tree.flatten(state.optimiser)
@@ -75,7 +79,25 @@ class CompiledSteps:
 
     def recorded(self, state: State, batches: Sequence[Batch], lr: float) -> Any:
         """The program of a step and its inputs, if the library has programs."""
-        return self._call.recorded(*self._arguments(state, batches, lr))
+        return self._call().recorded(*self._arguments(state, batches, lr))
+
+    def _call(self) -> Any:
+        """The compiled step, for what the optimiser reads now besides its arguments.
+
+        The step itself, with a RuntimeWarning, if that has no key or has changed KEPT times.
+        """
+        try:
+            key, why = self._reads.key(), None
+        except Unkeyed as error:
+            key = why = str(error)
+        if key not in self._calls and len(self._calls) >= KEPT:
+            key = why = f"what the optimiser reads besides its arguments has changed {KEPT} times"
+        if key not in self._calls:
+            compiled = self.backend.compiled(self._step, (0, 1, 2), lends=True)
+            if why is not None:
+                warnings.warn(f"train: steps are not compiled: {why}", RuntimeWarning, stacklevel=3)
+            self._calls[key] = compiled if why is None else self._step
+        return self._calls[key]
 
     def _arguments(self, state: State, batches: Sequence[Batch], lr: float) -> tuple[Any, ...]:
         """The arguments of the compiled function."""

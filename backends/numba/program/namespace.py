@@ -7,6 +7,7 @@ as in array_api_compat's NumPy, so that a run gives the results of the reference
 from __future__ import annotations
 
 import builtins
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ ELEMENTWISE = (
 REDUCING = ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "std", "sum", "var")
 REDUCING_OPTIONS = {"axis", "keepdims", "dtype"}  # options that kernels of reductions support
 CALLED = (  # functions that are called on zeros while recording, to learn the result's shape
-    *("clip", "diff", "flip", "repeat", "roll", "searchsorted", "sort", "tril", "triu"),
+    *("clip", "flip", "roll", "searchsorted", "sort", "tril", "triu"),
 )
 VIEWS = (
     *("broadcast_to", "expand_dims", "matrix_transpose", "moveaxis", "permute_dims", "squeeze"),
@@ -67,6 +68,11 @@ def _dummy(x: Any) -> Any:
     return np.ones((1,) * x.ndim, x.dtype) if isinstance(x, Traced) else x
 
 
+def _example(x: Any) -> Any:
+    """Return a Python number of the type of a traced one, and other values as `_dummy` does."""
+    return _EXAMPLES[x.dtype.kind] if type(x) is TracedNumber else _dummy(x)
+
+
 def _layouts(arguments: Sequence[Any]) -> list[Any]:
     """Return arguments with the NumPy arrays of `Traced` ones: the values of constants."""
     return [x.layout if isinstance(x, Traced) else x for x in arguments]
@@ -76,8 +82,7 @@ def _numbers_cast(arrays: Sequence[Any]) -> list[Any]:
     """Return arrays with traced numbers cast to the dtype that a Python number would take here."""
     if builtins.all(map(is_number, arrays)):
         return list(arrays)
-    examples = [_EXAMPLES[x.dtype.kind] if type(x) is TracedNumber else x for x in arrays]
-    dtype = np.result_type(*map(_dummy, examples))
+    dtype = np.result_type(*map(_example, arrays))
     cast = []
     for x in arrays:
         if type(x) is TracedNumber:
@@ -204,6 +209,7 @@ def _known(name: str) -> Any:
 
 _argsort, _take, _take_along_axis = map(_called, ("argsort", "take", "take_along_axis"))
 _cumulative_sum, _broadcast_to = _called("cumulative_sum"), _view("broadcast_to")
+_diff, _repeat = _called("diff"), _called("repeat")
 _pow, _square = _elementwise("pow"), _elementwise("square")
 for _names, _make in (
     (ELEMENTWISE, _elementwise),
@@ -347,6 +353,16 @@ def cumulative_sum(x: Traced, /, *, axis: int | None = None, **options: Any) -> 
     return out
 
 
+def diff(x: Traced, /, *, n: int = 1, **options: Any) -> Traced:
+    """Return differences of neighbours along an axis, n times. The shape depends on n."""
+    return _diff(x, n=operator.index(n), **options)
+
+
+def repeat(x: Traced, repeats: Any, /, *, axis: int | None = None) -> Traced:
+    """Return x with its elements repeated. The shape depends on the values of `repeats`."""
+    return _repeat(x, np.asarray(repeats), axis=axis)
+
+
 def tile(x: Traced, repetitions: Sequence[int], /) -> Traced:
     """Return x repeated along each axis, repetitions[i] times along axis i."""
     repeats = (1,) * (x.ndim - len(repetitions)) + tuple(repetitions)
@@ -386,7 +402,7 @@ def full_like(x: Traced, value: Any, /, *, dtype: Any = None, device: Any = None
 
 def result_type(*arrays_and_dtypes: Any) -> Any:
     """Return the dtype that NumPy gives a result of these arrays and dtypes."""
-    return xp.result_type(*map(_dummy, arrays_and_dtypes))
+    return xp.result_type(*map(_example, arrays_and_dtypes))
 
 
 def can_cast(from_: Any, to: Any, /) -> bool:

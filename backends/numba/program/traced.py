@@ -199,6 +199,12 @@ class TracedNumber(Traced):
     def __class__(self) -> Any:
         return {"b": bool, "i": int, "f": float}[self.dtype.kind]
 
+    def __getattribute__(self, name: str) -> Any:
+        """An attribute. A function finds no `shape` or `dtype`, as a number has none."""
+        if name[:1] != "_" and not is_of_xformer(sys._getframe(1), "numpy"):
+            return self.__getattr__(name)
+        return object.__getattribute__(self, name)
+
     def __hash__(self) -> int:
         return hash(self._value())
 
@@ -229,12 +235,12 @@ def constant(values: Any) -> Traced:
     return Traced(None, None, layout, address(layout))
 
 
-def is_of_xformer(frame: Any) -> bool:
-    """Return whether a frame is of a function of xformer, or of the array API's package."""
+def is_of_xformer(frame: Any, *more: str) -> bool:
+    """Return whether a frame is of xformer, of the array API's package or of `more` packages."""
     while (name := frame.f_globals.get("__name__", "")) == "abc":  # `isinstance(x, Integral)`
         frame = frame.f_back
     root = name.partition(".")[0]
-    return root in ("xformer", "array_api_compat")
+    return root in ("xformer", "array_api_compat", *more)
 
 
 def address(layout: Any) -> int:
