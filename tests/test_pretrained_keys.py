@@ -127,9 +127,14 @@ def test_an_architecture_that_is_missing_is_told_from_the_tensors(
     wanted = architecture(kind) if is_same and kind not in ENCODERS else name
     assert again.hf_config == {**data, "architectures": [wanted]}
     require_equal(same, params)
-    (tmp_path / "lines.txt").write_text("plain text\n")
+    lines = tmp_path / "lines.txt"
+    lines.write_text("plain text\n")
+    if name.endswith("Classification"):
+        with pytest.raises(ValueError, match=f"for a {name}, reads .*; the first record has text"):
+            finetune.suited(lines, tmp_path)
+        return
     task = "masked" if FAMILIES[kind].heads[name] == "masked-lm" else "causal"
-    assert finetune.suited(tmp_path / "lines.txt", tmp_path) == task
+    assert finetune.suited(lines, tmp_path) == task
 
 
 def test_an_architecture_that_is_missing_and_tensors_of_none(tmp_path: Path) -> None:
