@@ -41,7 +41,7 @@ def by_hand(case: Case, backend: Backend, dtype: str = "float64") -> Values:
 
 
 def one_of_each(*groups: str) -> list[Any]:
-    """All cases, or those of `groups`; slow, but for ops and one of each layer and model."""
+    """The cases of `groups`, or all. Those of layers and models are slow, but for one of each."""
     found, seen = [], set()
     for case in (case for case in cases() if not groups or case.group in groups):
         marks = [pytest.mark.slow] if case.group != "ops" and case.subject in seen else []

@@ -138,7 +138,7 @@ def test_tiny_shakespeare_is_split_as_nanogpt_does() -> None:
     assert found.vocabulary.size == 65 and found.train.dtype == np.uint8
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     text=st.text(
         st.characters(codec="utf-8", exclude_characters="\ufeff"), min_size=1, max_size=60

@@ -108,7 +108,9 @@ def last_logits(prompt: list[int]) -> np.ndarray:
     return GPT.forward(PARAMS, np.asarray([prompt[-GPT.context :]]))[0][0, -1]
 
 
-@pytest.mark.parametrize(("t", "k"), [(0.5, None), (2.0, 3)])
+@pytest.mark.parametrize(
+    ("t", "k"), [pytest.param(1.0, None, marks=pytest.mark.slow), (0.5, None), (2.0, 3)]
+)
 def test_draws_follow_the_distribution(t: float, k: int | None) -> None:
     logits = last_logits([2, 4]) / t
     if k:

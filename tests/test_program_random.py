@@ -32,7 +32,7 @@ from xformer.models import (
 from xformer.ops.activation import ACTIVATIONS
 
 MANY = settings(
-    max_examples=12,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],  # each example records a program: to make it smaller takes minutes
@@ -223,7 +223,14 @@ def judged(sample: Sample, threads: int, monkeypatch: pytest.MonkeyPatch) -> Com
     return compiled
 
 
-@MANY
+@settings(MANY, max_examples=12)
 @given(sample=samples(), threads=st.sampled_from([2, *THREADS]))
 def test_random_models(sample: Sample, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged(sample, threads, monkeypatch)
+
+
+@pytest.mark.slow
+@MANY
+@given(sample=samples(), threads=st.sampled_from([2, *THREADS]))
+def test_more_random_models(sample: Sample, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     judged(sample, threads, monkeypatch)

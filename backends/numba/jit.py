@@ -196,7 +196,7 @@ def _load(load: Callable[..., Any], *signature: Any) -> Any:
 @functools.cache
 def _say_compiling() -> None:
     LOG.info(
-        "numba compiles kernels once, 5 to 40 s on an idle core; they are kept in %s", folder()
+        "numba compiles kernels once, 5 to 60 s on an idle core; they are kept in %s", folder()
     )
 
 

@@ -93,10 +93,10 @@ class CompiledSteps:
         if key not in self._calls and len(self._calls) >= KEPT:
             key = why = f"what the optimiser reads besides its arguments has changed {KEPT} times"
         if key not in self._calls:
-            compiled = self.backend.compiled(self._step, (0, 1, 2), lends=True)
             if why is not None:
                 warnings.warn(f"train: steps are not compiled: {why}", RuntimeWarning, stacklevel=3)
-            self._calls[key] = compiled if why is None else self._step
+            step = self._step
+            self._calls[key] = step if why else self.backend.compiled(step, (0, 1, 2), lends=True)
         return self._calls[key]
 
     def _arguments(self, state: State, batches: Sequence[Batch], lr: float) -> tuple[Any, ...]:
